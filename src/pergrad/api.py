@@ -1,0 +1,263 @@
+"""The public functions: arguments, errors, pytrees. What is computed is in `statistics`; how, in `engine` and below."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .engine import Plan, Results, Twin, default_budget, run_in_microbatches
+from .statistics import Outcome, Statistic
+from .trace import Problem, Signature, make_problem, takes_argument
+
+GRANULARITIES = ("example", "token")
+IMPLS = ("auto", "surgery", "vmap")
+
+
+def value_and_stats(
+    loss: Callable,
+    stats: Any,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    keep_batch_dim: bool = True,
+    prng_argnums: int | tuple[int, ...] = (),
+    microbatch_size: int | None = None,
+    granularity: str = "example",
+    impl: str = "auto",
+    chunk_bytes: int | None = None,
+) -> Callable:
+    """Statistics of the per-example gradients of any JAX loss, at close to the cost of the mini-batch gradient.
+
+    With f_i the loss of example i and g_i its gradient, ``step = value_and_stats(loss, stats)`` gives
+    ``value, out = step(params, batch)``: the mean of f_i, and every statistic over the g_i, in the tree of ``stats``.
+
+    Args:
+      loss: ``loss(params, batch, ...)`` returning a scalar, or ``(scalar, aux)`` with ``has_aux``. Unmodified.
+      stats: a statistic such as ``pg.mean()``, or any pytree of them.
+      argnums: which arguments to differentiate, as in `jax.grad`; with a tuple, results are tuples too.
+      has_aux: ``value`` is then ``(value, aux)``; aux is stacked, with the examples on a new leading axis.
+      batch_argnums: the arguments that carry examples on the leading axis of each of their arrays.
+      keep_batch_dim: True: the loss sees a batch of one example; False: the bare example, without the axis.
+      prng_argnums: arguments that are random keys; each is split into one key per example.
+      microbatch_size: at most this many examples at once: the same result in less memory.
+      granularity: "example", or "token": statistics over the positions at which a weight is used (see the guide).
+      impl: "surgery" ("auto" is the same) or "vmap", the obviously correct twin, which stacks the gradients.
+      chunk_bytes: how much memory the gradients that a rule forms for a few examples at a time may take
+        (8 MiB on a CPU, 256 MiB elsewhere, when not given).
+
+    Returns:
+      A function of the loss's arguments, and of ``mask=``: booleans, one per example; a False counts nowhere.
+
+    >>> import jax.numpy as jnp, pergrad as pg
+    >>> def loss(w, batch):
+    ...     x, y = batch
+    ...     return jnp.mean((x @ w - y) ** 2)
+    >>> w, x, y = jnp.array([1.0, -1.0]), jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([0.0, 1.0])
+    >>> value, out = pg.value_and_stats(loss, {"g": pg.mean(), "s": pg.sign_mean()})(w, (x, y))
+    >>> print(value, out["g"], out["s"])
+    2.5 [ -7. -10.] [-1. -1.]
+    """
+    request = make_request(
+        loss,
+        stats,
+        argnums,
+        has_aux,
+        batch_argnums=batch_argnums,
+        keep_batch_dim=keep_batch_dim,
+        prng_argnums=prng_argnums,
+        microbatch_size=microbatch_size,
+        granularity=granularity,
+        impl=impl,
+        chunk_bytes=chunk_bytes,
+    )
+
+    def step(*args, mask=None, **kwargs):
+        return request.run(args, kwargs, mask)
+
+    return step
+
+
+def grad_stats(loss: Callable, stats: Any, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options) -> Callable:
+    """`value_and_stats` without the value; with ``has_aux`` it gives (statistics, aux), as `jax.grad` does.
+
+    >>> import jax.numpy as jnp, pergrad as pg
+    >>> pg.grad_stats(lambda w, x: (x * w).sum(), pg.variance())(2.0, jnp.array([1.0, 3.0]))
+    Array(1., dtype=float32)
+    """
+    step = value_and_stats(loss, stats, argnums, has_aux, **options)
+
+    def without_value(*args, mask=None, **kwargs):
+        value, out = step(*args, mask=mask, **kwargs)
+        return (out, value[1]) if has_aux else out
+
+    return without_value
+
+
+def make_request(
+    loss: Callable,
+    stats: Any,
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    batch_argnums: int | tuple[int, ...] = 1,
+    keep_batch_dim: bool = True,
+    prng_argnums: int | tuple[int, ...] = (),
+    **options,
+) -> Request:
+    """The arguments of `value_and_stats` (and of `explain` and `check`, which take the same), checked."""
+    signature = Signature(argnums, batch_argnums, prng_argnums, has_aux, keep_batch_dim)
+    return Request(loss, stats, signature, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the user asked for, checked."""
+
+    loss: Callable
+    stats: Any
+    signature: Signature
+    microbatch_size: int | None = None
+    granularity: str = "example"
+    impl: str = "auto"
+    chunk_bytes: int | None = None
+
+    def __post_init__(self):
+        if not callable(self.loss):
+            raise TypeError(
+                f"expected a loss function as the first argument, given {type(self.loss).__name__}. Write "
+                "`pg.value_and_stats(loss, stats)(params, batch)`."
+            )
+        for path, leaf in jax.tree.flatten_with_path(self.stats, is_leaf=_is_statistic)[0]:
+            where = f"stats{jax.tree_util.keystr(path)}"
+            if callable(leaf) and not isinstance(leaf, Statistic):
+                name = getattr(leaf, "__name__", "statistic")
+                raise TypeError(f"{where} is the function {name}, not a statistic. Write `pg.{name}()`.")
+            if not isinstance(leaf, Statistic):
+                raise TypeError(
+                    f"{where} is {type(leaf).__name__} {leaf!r}; expected a statistic, or a pytree of statistics. Write, "
+                    'for example, `{"g": pg.mean(), "g2": pg.second_moment()}`.'
+                )
+            if self.granularity == "token" and not leaf.tokens:
+                raise ValueError(
+                    f'{where}: {leaf!r} is one result per example and has no meaning at granularity="token". Ask for it '
+                    'in a call of its own, with granularity="example".'
+                )
+        _one_of("granularity", self.granularity, GRANULARITIES)
+        _one_of("impl", self.impl, IMPLS)
+        _positive("microbatch_size", self.microbatch_size, "an integer, the most examples at once")
+        _positive("chunk_bytes", self.chunk_bytes, "an integer number of bytes, such as `8 << 20`")
+        if self.granularity == "token" and self.impl == "vmap":
+            raise ValueError(
+                'impl="vmap" sees whole examples only; given granularity="token". Write impl="surgery", or '
+                'granularity="example".'
+            )
+
+    @property
+    def statistics(self) -> list[Statistic]:
+        return jax.tree.leaves(self.stats, is_leaf=_is_statistic)
+
+    @property
+    def reductions(self) -> tuple[Any, ...]:
+        return tuple(dict.fromkeys(r for s in self.statistics for r in s.reductions))
+
+    def problem(self, args, kwargs) -> Problem:
+        problem = make_problem(self.loss, self.signature, args, kwargs)
+        for s in self.statistics:
+            if problem.size < s.minimum and self.granularity == "example":
+                raise ValueError(
+                    f"{s!r} needs at least {s.minimum} examples, but the batch has {problem.size}. Write "
+                    "`pg.variance(ddof=0)` (or `pg.std(ddof=0)`), or give a larger batch."
+                )
+        return problem
+
+    def plan(self, problem: Problem) -> Plan | Twin:
+        if self.impl == "vmap":
+            return Twin(problem)
+        return Plan(problem, default_budget(self.part(problem), self.chunk_bytes), self.granularity == "token")
+
+    def part(self, problem: Problem) -> int:
+        """The most examples at once."""
+        return min(problem.size, self.microbatch_size or problem.size)
+
+    def run(self, args, kwargs, mask):
+        if mask is not None and takes_argument(self.loss, "mask") and len(args) < 3:
+            raise ValueError(
+                "`mask` was given to the step, where it says which examples count, but the loss has an argument `mask` of "
+                "its own. Pass the loss's by position, or rename it."
+            )
+        problem = self.problem(args, kwargs)
+        mask = _checked_mask(mask, problem.size)
+        try:
+            plan = self.plan(problem)
+            results = self._results(plan, problem, mask)
+        except jax.errors.UnexpectedTracerError as error:
+            raise ValueError(
+                "the loss leaks tracers: it stores an intermediate value outside of itself (in a global, a list, or an "
+                "attribute) or reads one that an earlier call stored; expected a pure function. Return such values as aux "
+                "(`has_aux=True`)."
+            ) from error
+        return self._finish(plan, problem, results, mask)
+
+    def _results(self, plan, problem: Problem, mask) -> Results:
+        def run(examples, mask):
+            return plan.run(problem.params, examples, mask, self.reductions)
+
+        part = self.part(problem)
+        if part == problem.size:
+            return run(problem.examples, mask)
+        return run_in_microbatches(run, problem.examples, mask, self.reductions, problem.size, part)
+
+    def _finish(self, plan, problem: Problem, results: Results, mask):
+        losses = results.losses
+        if mask is not None:
+            losses = jnp.where(mask, losses, 0)
+        count = problem.size if mask is None else jnp.sum(mask)
+        by_reduction = {r: [leaf[k] for leaf in results.leaves] for k, r in enumerate(self.reductions)}
+        outcome = Outcome(by_reduction, losses, count, plan.tokens, problem.treedef)
+        value = jnp.sum(losses) / count
+        out = jax.tree.map(lambda s: s.finish(outcome), self.stats, is_leaf=_is_statistic)
+        return ((value, results.aux) if self.signature.has_aux else value), out
+
+
+def _is_statistic(x) -> bool:
+    return isinstance(x, Statistic)
+
+
+def _one_of(name, given, allowed):
+    if given not in allowed:
+        listed = ", ".join(f'"{a}"' for a in allowed)
+        raise ValueError(f'unknown {name} {given!r}: expected one of {listed}. Write `{name}="{allowed[0]}"`.')
+
+
+def _positive(name, given, expected):
+    if given is not None and (isinstance(given, bool) or not isinstance(given, (int, np.integer)) or given < 1):
+        raise ValueError(f"{name} was given {given!r}: expected None or {expected}. Write, for example, `{name}=32`.")
+
+
+def _checked_mask(mask, size):
+    if mask is None:
+        return None
+    mask = jnp.asarray(mask)
+    if mask.shape != (size,):
+        raise ValueError(
+            f"the mask has shape {mask.shape}, but the batch has {size} examples; expected shape ({size},), one boolean "
+            "per example. Positions within an example are masked in the loss itself."
+        )
+    if not (mask.dtype == bool or jnp.issubdtype(mask.dtype, jnp.integer)):
+        raise TypeError(
+            f"the mask has dtype {mask.dtype}; expected booleans (or integers, not zero meaning True). "
+            "Write `mask > 0`; weights belong into the loss."
+        )
+    mask = mask != 0
+    if not isinstance(mask, jax.core.Tracer) and not np.any(np.asarray(mask)):
+        raise ValueError(
+            "the mask leaves out every example; expected at least one True. Skip the call when there is no data "
+            "(under jit, where this cannot be seen, all results are NaN)."
+        )
+    return mask

@@ -1,0 +1,130 @@
+"""The only file that knows JAX internals and versions (floor 0.10.2, newest tried 0.12.0.1).
+
+Everything else works on the few names defined here: what a jaxpr is made of, which equations merely
+call another jaxpr, how a scan lays out its operands, how to run one equation again, and where in the
+user's source an equation came from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core as jex_core
+
+Literal = jex_core.Literal
+Var = jex_core.Var
+
+
+def make_jaxpr(fun, *args) -> tuple[Any, Sequence[Any], Any]:
+    """Trace ``fun`` and return its open jaxpr, the values of its constants, and its output's shapes."""
+    closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return closed.jaxpr, closed.consts, out_shape
+
+
+def constvars(jaxpr) -> Sequence[Any]:
+    return jaxpr.constvars
+
+
+class Called(NamedTuple):
+    """The jaxpr that an equation calls, with its constants; operands match ``jaxpr.invars`` one to one."""
+
+    jaxpr: Any
+    consts: Sequence[Any]
+
+
+def _open(jaxpr) -> Called:
+    # A jaxpr closed over constants was a class of its own (`ClosedJaxpr`) before JAX 0.11.
+    return Called(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()))
+
+
+# Primitives that do nothing but evaluate one jaxpr on their operands.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "core_closed_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_lin": None,
+}
+
+
+def called(eqn) -> Called | None:
+    """What ``eqn`` calls, when calling is all it does; None for every other equation."""
+    key = _CALLS.get(eqn.primitive.name)
+    return _open(eqn.params[key]) if key else None
+
+
+def remat_barrier(eqn) -> Sequence[bool] | None:
+    """For each operand of a rematerialised call: must the compiler see it as opaque?
+
+    `jax.checkpoint` lowers to its body behind an optimization barrier on these operands; whoever
+    evaluates the body by hand has to put the barrier back, or common-subexpression elimination
+    undoes the rematerialisation.
+    """
+    if eqn.primitive.name not in ("remat2", "checkpoint", "remat") or not eqn.params["differentiated"]:
+        return None
+    prevent = eqn.params["prevent_cse"]
+    return (prevent,) * len(eqn.invars) if isinstance(prevent, bool) else prevent
+
+
+class Scan(NamedTuple):
+    """A scan: operands are consts, initial carry, xs; results are carry, ys."""
+
+    body: Called
+    num_consts: int
+    num_carry: int
+    length: int
+    reverse: bool
+    unroll: int
+
+
+def scan(eqn) -> Scan | None:
+    if eqn.primitive.name != "scan":
+        return None
+    p = eqn.params
+    if "num_consts" in p:
+        num_consts, num_carry = p["num_consts"], p["num_carry"]
+    else:  # since JAX 0.11 the operands are described by flat trees: ((consts, carry, xs), (carry, ys))
+        num_consts, num_carry, _ = map(len, p["ft_in"].unpack())
+    return Scan(_open(p["jaxpr"]), num_consts, num_carry, p["length"], p["reverse"], p["unroll"])
+
+
+def branches(eqn) -> Sequence[Called] | None:
+    """The branches of a cond or switch; its operands are the index, then the operands of every branch."""
+    return [_open(b) for b in eqn.params["branches"]] if eqn.primitive.name == "cond" else None
+
+
+def bind(eqn, values: Sequence[Any]) -> Sequence[Any]:
+    """Run one equation again, unchanged, on ``values``; always a sequence of results."""
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    # Until JAX 0.10 `get_bind_params` of some primitives returned the sub-functions apart.
+    subfuns, params = bound if isinstance(bound, tuple) else ((), bound)
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*subfuns, *values, **params)
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def source(eqn) -> str:
+    """`file:line (function)` of the user's code that led to ``eqn``, or "" when JAX does not know."""
+    from jax._src import source_info_util
+
+    try:
+        frame = source_info_util.user_frame(eqn.source_info.traceback)
+    except Exception:  # a convenience for people: never worth a failure
+        frame = None
+    if frame is None:
+        return ""
+    return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name})"
+
+
+def side_effects(jaxpr) -> list[str]:
+    """Names of the effects of a jaxpr, but for the ones that only say which named axes are in scope."""
+    return sorted({type(e).__name__ for e in jaxpr.effects} - {"NamedAxisEffect"})

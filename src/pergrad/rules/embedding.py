@@ -1,0 +1,252 @@
+"""Embeddings: the gradient of one example touches few rows of a table.
+
+In canonical form, for one example with r lookups,
+
+    g[v, w] = Σ_r [key_r = v] u[r, w],
+
+a table of V rows, of which at most r are touched. Rows that one example touches more than once must be summed
+before φ; so sort the keys, sum runs of equal keys, and put φ of the sums in the table of the batch: a scatter of
+B·r rows, as the plain gradient does, and never B tables. A key outside 0…V−1 is dropped.
+
+Every scatter that a lookup, an index or a slice at a computed place leaves in a gradient has this form: a key is
+the position along the indexed axes, flattened, and windows that span several positions become several rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..statistics import SquaredNorm, Sum, accumulator
+from . import register
+from .base import Batch, Budget, Move, Route, Term, formed_route, leading, mapped, reshaped, shape_of, size_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows(Term):
+    """g[v, w] = Σ_r [key_r = v] u[r, w]; the prepared operands are the keys and u."""
+
+    height: int = 0  # V
+
+    def form(self, keys, updates):
+        table = jnp.zeros((self.height, updates.shape[1]), accumulator(updates.dtype))
+        return table.at[self._valid(keys)].add(updates.astype(table.dtype), mode="drop")
+
+    def _valid(self, keys):
+        # Negative keys would wrap around: send everything outside the table past its end, where it is dropped.
+        return jnp.where((keys >= 0) & (keys < self.height), keys, self.height)
+
+    def routes(self, reductions: Sequence[Any], budget: Budget) -> list[Route]:
+        (r, width), b = self.shapes[1].shape, budget.size
+        by_row = [x for x in reductions if isinstance(x, Sum | SquaredNorm)]
+        rest = [x for x in reductions if x not in by_row]
+        cost = 1.0 * b * r * width
+        routes = []
+        if by_row:
+            name = "sums of equal rows, scattered once" if r > 1 else "rows scattered once"
+            run = lambda batch: self._by_row(by_row, batch.prepared(self.prepare))  # noqa: E731
+            routes.append(Route(name, tuple(by_row), run, b, cost * (1 + len(by_row)), 8.0 * b * r * width))
+        if rest:
+            form = lambda *raw: self.form(*self.prepare(*raw))  # noqa: E731
+            routes.append(formed_route(form, rest, self.form_bytes, budget, cost))
+        return routes
+
+    def _by_row(self, reductions, batch: Batch):
+        keys, rows = jax.vmap(self._distinct)(*batch.operands)  # one row per distinct key, others past the end
+        if batch.mask is not None:
+            keys = jnp.where(batch.mask[:, None], keys, self.height)
+        out = []
+        for reduction in reductions:
+            if isinstance(reduction, SquaredNorm):
+                squares = jnp.where((keys < self.height)[..., None], reduction_squares(rows), 0)
+                out.append(jnp.sum(squares, axis=(1, 2)))
+            else:
+                out.append(self._scatter(reduction.phi, keys, rows, batch))
+        return out
+
+    def _distinct(self, keys, updates):
+        keys, updates = self._valid(keys), updates.astype(accumulator(updates.dtype))
+        if len(keys) == 1:
+            return keys, updates
+        order = jnp.argsort(keys)
+        keys, updates = keys[order], updates[order]
+        first = jnp.concatenate([jnp.ones(1, bool), keys[1:] != keys[:-1]])
+        run = jnp.cumsum(first) - 1
+        sums = jax.ops.segment_sum(updates, run, len(keys), indices_are_sorted=True)
+        heads = jnp.full(len(keys), self.height, keys.dtype).at[run].set(keys)
+        return heads, sums
+
+    def _scatter(self, phi, keys, rows, batch: Batch):
+        values = phi(rows)
+        table = jnp.zeros((self.height, rows.shape[-1]), values.dtype)
+        table = table.at[keys.reshape(-1)].add(values.reshape(-1, rows.shape[-1]), mode="drop")
+        at_zero = phi.at_zero(rows.dtype)
+        if at_zero == 0:
+            return table
+        # Examples that do not touch a row have the coordinate 0 there, and φ(0) is not 0.
+        touched = jnp.zeros(self.height, jnp.int32).at[keys.reshape(-1)].add(1, mode="drop")
+        count = batch.size if batch.mask is None else jnp.sum(batch.mask)
+        absent = (count - touched)[:, None]
+        return table + jnp.where(absent > 0, absent * jnp.asarray(at_zero, table.dtype), 0)
+
+    def stack(self, operands, axes, length):
+        prepare = mapped(self.prepare, axes, length)
+
+        def folded(*ops):
+            keys, updates = prepare(*ops)
+            keys = self._valid(keys)
+            layer = jnp.arange(length, dtype=keys.dtype)[:, None] * self.height
+            keys = jnp.where(keys < self.height, keys + layer, length * self.height)
+            return keys.reshape(-1), updates.reshape(-1, updates.shape[-1])
+
+        return self._folded(operands, folded, length, length * self.height, (leading(length, self.moves, True),))
+
+    def sum_over(self, operands, axes, length):
+        prepare = mapped(self.prepare, axes, length)
+
+        def folded(*ops):
+            keys, updates = prepare(*ops)
+            return keys.reshape(-1), updates.reshape(-1, updates.shape[-1])
+
+        return self._folded(operands, folded, length, self.height, self.moves)
+
+    def _folded(self, operands, prepare, length, height, moves):
+        keys, updates = self.shapes
+        shapes = (
+            jax.ShapeDtypeStruct((length * keys.shape[0],), keys.dtype),
+            jax.ShapeDtypeStruct((length * updates.shape[0], updates.shape[1]), updates.dtype),
+        )
+        return dataclasses.replace(
+            self, operands=operands, prepare=prepare, shapes=shapes, height=height, moves=moves
+        )
+
+    def tokens(self):
+        return self.shapes[0].shape[0]
+
+    def plain_flops(self, size):
+        return float(size * size_of(self.shapes[1].shape))
+
+    def token_batch(self, prepared, scale):
+        keys, updates = prepared.operands
+        r = self.tokens()
+        mask = None if prepared.mask is None else jnp.repeat(prepared.mask, r)
+        shapes = (
+            jax.ShapeDtypeStruct((1,), keys.dtype),
+            jax.ShapeDtypeStruct((1, updates.shape[-1]), updates.dtype),
+        )
+        term = dataclasses.replace(self, prepare=lambda *ops: ops, shapes=shapes)
+        operands = (keys.reshape(-1, 1), (updates * scale).reshape(-1, 1, updates.shape[-1]))
+        return term, Batch(operands, (True, True), prepared.size * r, mask)
+
+
+def reduction_squares(rows):
+    return rows * rows
+
+
+def _table(shape, indexed: Sequence[int]) -> tuple[int, int, list[int], tuple[Move, ...]]:
+    """The array of `shape` as a table of its indexed axes by the others, and the moves back."""
+    others = [a for a in range(len(shape)) if a not in indexed]
+    order = [*indexed, *others]
+    height, width = size_of([shape[a] for a in indexed]), size_of([shape[a] for a in others])
+    inverse = tuple(int(i) for i in np.argsort(order))
+    moves = (
+        reshaped([shape[a] for a in order]),
+        Move("transpose", lambda g: jnp.transpose(g, inverse), (inverse,)),
+    )
+    return height, width, others, moves
+
+
+def _rows(scope, eqn, indexed, operands, prepare) -> Rows | None:
+    out = eqn.outvars[0].aval
+    if not jnp.issubdtype(out.dtype, jnp.floating):
+        return None
+    height, _, _, moves = _table(out.shape, indexed)
+    return Rows(
+        operands=operands,
+        prepare=prepare,
+        moves=moves,
+        shapes=shape_of(prepare, [v.aval for v in operands]),
+        rule="embedding",
+        source=scope.source(eqn),
+        height=height,
+    )
+
+
+def _flatten_windows(starts, updates, shape, indexed, window, dropped):
+    """Rows from windows. starts[r, i]: where window r begins on the i-th indexed axis; updates[r, *window over all axes].
+
+    A window position along indexed axes becomes a row of its own; `dropped[r]`: the window counts nowhere.
+    """
+    others = [a for a in range(len(shape)) if a not in indexed]
+    offsets = np.indices([window[a] for a in indexed]).reshape(len(indexed), -1)  # [i, o]
+    position = starts[:, :, None] + offsets[None]  # [r, i, o]
+    keys = jnp.zeros(position.shape[::2], starts.dtype)
+    for i, axis in enumerate(indexed):
+        keys = keys * shape[axis] + position[:, i]
+    keys = jnp.where(dropped[:, None], size_of([shape[a] for a in indexed]), keys)
+    updates = jnp.transpose(updates, (0, *(1 + a for a in indexed), *(1 + a for a in others)))
+    # Windows that do not fill the axes that are not indexed cannot occur: such an axis is indexed (at 0).
+    return keys.reshape(-1), updates.reshape(keys.size, -1)
+
+
+@register("scatter-add", "scatter_add")
+def scattered(scope, eqn) -> Rows | None:
+    """`scatter-add` into zeros, which is how a lookup transposes."""
+    table, indices, updates = eqn.invars
+    if not scope.is_zero(table):
+        return None
+    d, shape, mode = eqn.params["dimension_numbers"], table.aval.shape, eqn.params["mode"]
+    kept = [a for a in range(len(shape)) if a not in d.inserted_window_dims and a not in d.operand_batching_dims]
+    window = [1] * len(shape)
+    for axis, update_axis in zip(kept, d.update_window_dims, strict=True):
+        window[axis] = updates.aval.shape[update_axis]
+    partial = [a for a in kept if window[a] != shape[a]]
+    # Batching axes (a lookup under the loss's own vmap) are indexed too, by the position in the batch.
+    indexed = sorted({*d.scatter_dims_to_operand_dims, *d.operand_batching_dims, *partial})
+    clip = "CLIP" in str(mode)
+
+    def prepare(indices, updates):
+        batch_shape = indices.shape[:-1]
+        starts = jnp.zeros((*batch_shape, len(indexed)), jnp.int32)
+        for i, axis in enumerate(d.scatter_dims_to_operand_dims):
+            starts = starts.at[..., indexed.index(axis)].set(indices[..., i].astype(jnp.int32))
+        for axis, batch_axis in zip(d.operand_batching_dims, d.scatter_indices_batching_dims, strict=True):
+            iota = jax.lax.broadcasted_iota(jnp.int32, batch_shape, batch_axis)
+            starts = starts.at[..., indexed.index(axis)].set(iota)
+        starts = starts.reshape(-1, len(indexed))
+        scatter_axes = [a for a in range(updates.ndim) if a not in d.update_window_dims]
+        updates = jnp.transpose(updates, (*scatter_axes, *d.update_window_dims))
+        updates = updates.reshape(len(starts), *window)
+        limit = np.array([shape[a] - window[a] for a in indexed], np.int32)
+        if clip:
+            starts = jnp.clip(starts, 0, limit)
+        dropped = jnp.any((starts < 0) | (starts > limit), axis=1)
+        return _flatten_windows(starts, updates, shape, indexed, window, dropped)
+
+    return _rows(scope, eqn, indexed, (indices, updates), prepare)
+
+
+@register("dynamic_update_slice")
+def sliced(scope, eqn) -> Rows | None:
+    """`dynamic_update_slice` into zeros, which is how a slice at a computed place transposes; starts are clamped."""
+    table, update, *starts = eqn.invars
+    if not scope.is_zero(table):
+        return None
+    shape, window = table.aval.shape, update.aval.shape
+    indexed = [a for a in range(len(shape)) if window[a] != shape[a]]
+    if not indexed:
+        return None
+
+    def prepare(update, *starts):
+        limit = [shape[a] - window[a] for a in indexed]
+        at = [jnp.clip(starts[a].astype(jnp.int32), 0, top) for a, top in zip(indexed, limit, strict=True)]
+        return _flatten_windows(
+            jnp.stack(at)[None], update[None], shape, indexed, window, jnp.zeros(1, bool)
+        )
+
+    return _rows(scope, eqn, indexed, (update, *starts), prepare)

@@ -1,0 +1,97 @@
+"""The comparison of all tests: statistics by surgery against the vmap twin, leaf by leaf, with an honest tolerance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pergrad as pg
+
+# Every statistic of the catalogue that a float comparison can judge. `cos` does not vanish at zero.
+STATISTICS = {
+    "mean": pg.mean(),
+    "second_moment": pg.second_moment(),
+    "third_moment": pg.moment(3),
+    "abs_mean": pg.abs_mean(),
+    "sign_mean": pg.sign_mean(),
+    "variance": pg.variance(ddof=1),
+    "std": pg.std(),
+    "mean_square": pg.mean_square(),
+    "cos": pg.elementwise(jnp.cos),
+    "norms": pg.norms(),
+    "leaf_norms": pg.norms(per_leaf=True),
+    "losses": pg.losses(),
+    "per_example": pg.per_example(),
+}
+
+
+def degree(name: str) -> int:
+    """With which power of the gradient a statistic scales."""
+    return {"second_moment": 2, "variance": 2, "mean_square": 2, "third_moment": 3, "sign_mean": 0, "cos": 0}.get(name, 1)
+
+
+def disagreements(got: dict[str, Any], want: dict[str, Any], rtol: float) -> list[str]:
+    """What differs by more than rounding, in words; empty when the two agree.
+
+    Rounding is relative to the largest per-example gradient of the leaf (``want["per_example"]``), raised to the
+    power with which the statistic scales: a coordinate may be a small difference of large terms.
+    """
+    problems = []
+    stacks = jax.tree.leaves(want["per_example"])
+    for name in want:
+        a, ta = jax.tree.flatten(got[name])
+        b, tb = jax.tree.flatten(want[name])
+        if ta != tb:
+            problems.append(f"{name}: tree {ta} instead of {tb}")
+            continue
+        for k, (x, y) in enumerate(zip(a, b, strict=True)):
+            if x.shape != y.shape or x.dtype != y.dtype:
+                problems.append(f"{name}[{k}]: {x.dtype}{x.shape} instead of {y.dtype}{y.shape}")
+                continue
+            if x.size == 0:
+                continue
+            scale = _scale(name, k, stacks, len(b))
+            allowed = rtol * np.maximum(scale, np.abs(np.nan_to_num(np.asarray(y, np.complex128))))
+            if name == "std":  # the root of a difference that is rounded relative to the second moment
+                allowed = np.maximum(allowed, scale * np.sqrt(4 * rtol))
+            if name == "sign_mean":
+                allowed = allowed + _undecided(np.asarray(stacks[k]), rtol)
+            x, y = np.asarray(x), np.asarray(y)
+            same = (x == y) | (np.isnan(x) & np.isnan(y))
+            with np.errstate(invalid="ignore"):
+                wrong = ~same & ~(np.abs(x - y) <= allowed)
+            if wrong.any():
+                worst = np.nanmax(np.where(wrong, np.abs(x - y) / np.maximum(allowed, 1e-300), 0))
+                problems.append(f"{name}[{k}] {x.shape}: {wrong.sum()} of {x.size} off, worst {worst:.3g} × allowed")
+    return problems
+
+
+def _scale(name, k, stacks, leaves) -> float:
+    if name == "losses":
+        return 1.0
+    chosen = [stacks[k]] if leaves == len(stacks) and name != "norms" else stacks
+    top = max((float(np.max(np.abs(np.nan_to_num(np.asarray(s))))) for s in chosen if s.size), default=0.0)
+    return top ** degree(name) if name != "norms" else top
+
+
+def _undecided(stack, rtol) -> np.ndarray:
+    """For each coordinate, how far the mean sign may be off: examples whose gradient is rounding noise have none."""
+    top = np.max(np.abs(stack), initial=0)
+    return 2 * np.mean(np.abs(stack) <= 8 * rtol * top, axis=0) * (np.abs(stack) > 0).any(0)
+
+
+def compare(built, rtol: float = 2e-5, **options) -> list[str]:
+    """Run one case of the zoo both ways, under jit, and list the disagreements."""
+    options = {**built.options, **options}
+    got, want = (
+        jax.jit(lambda *args, impl=impl: pg.value_and_stats(built.loss, STATISTICS, impl=impl, **options)(*args))(
+            *built.args
+        )
+        for impl in ("surgery", "vmap")
+    )
+    problems = disagreements(got[1], want[1], rtol)
+    values = jax.tree.map(lambda a, b: np.allclose(a, b, rtol=10 * rtol, atol=10 * rtol, equal_nan=True), got[0], want[0])
+    return problems + [f"value {got[0]} instead of {want[0]}"] * (not all(jax.tree.leaves(values)))
