@@ -279,8 +279,7 @@ def train(task, optimizer_name, evaluation_batch):
     signal, noise = np.mean(history[-STEPS // 4 :], axis=0)
     scale = f"{noise / signal:.0f} examples" if signal > 0 else "more than these batches can tell"
     console.print(
-        f"{task.name}, {optimizer_name}: loss on a fixed batch {before:.3f} → {after:.3f}, "
-        f"gradient noise scale {scale}"
+        f"{task.name}, {optimizer_name}: loss on a fixed batch {before:.3f} → {after:.3f}, gradient noise scale {scale}"
     )
     return params
 

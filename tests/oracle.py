@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,18 +27,25 @@ STATISTICS = {
     "losses": pg.losses(),
     "per_example": pg.per_example(),
 }
+SCALES = {"per_example": pg.per_example()}  # what every comparison needs, to know the size of the gradients
+
+# Nobody waits for fast code here: compiling is most of the time.
+QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def degree(name: str) -> int:
     """With which power of the gradient a statistic scales."""
-    return {"second_moment": 2, "variance": 2, "mean_square": 2, "third_moment": 3, "sign_mean": 0, "cos": 0}.get(name, 1)
+    return {"second_moment": 2, "variance": 2, "mean_square": 2, "third_moment": 3, "sign_mean": 0, "cos": 0}.get(
+        name, 1
+    )
 
 
-def disagreements(got: dict[str, Any], want: dict[str, Any], rtol: float) -> list[str]:
+def disagreements(got: dict[str, Any], want: dict[str, Any], rtol: float, fragile: bool = False) -> list[str]:
     """What differs by more than rounding, in words; empty when the two agree.
 
     Rounding is relative to the largest per-example gradient of the leaf (``want["per_example"]``), raised to the
-    power with which the statistic scales: a coordinate may be a small difference of large terms.
+    power with which the statistic scales: a coordinate may be a small difference of large terms. ``fragile``:
+    whole leaves may be, so that the largest gradient of the tree counts.
     """
     problems = []
     stacks = jax.tree.leaves(want["per_example"])
@@ -53,7 +61,7 @@ def disagreements(got: dict[str, Any], want: dict[str, Any], rtol: float) -> lis
                 continue
             if x.size == 0:
                 continue
-            scale = _scale(name, k, stacks, len(b))
+            scale = _scale(name, k, stacks, 0 if fragile else len(b))
             allowed = rtol * np.maximum(scale, np.abs(np.nan_to_num(np.asarray(y, np.complex128))))
             if name == "std":  # the root of a difference that is rounded relative to the second moment
                 allowed = np.maximum(allowed, scale * np.sqrt(4 * rtol))
@@ -83,15 +91,35 @@ def _undecided(stack, rtol) -> np.ndarray:
     return 2 * np.mean(np.abs(stack) <= 8 * rtol * top, axis=0) * (np.abs(stack) > 0).any(0)
 
 
-def compare(built, rtol: float = 2e-5, **options) -> list[str]:
-    """Run one case of the zoo both ways, under jit, and list the disagreements."""
+def batch_size(built) -> int:
+    """How many examples the arguments hold."""
+    argnums = built.options.get("batch_argnums", 1)
+    first = argnums[0] if isinstance(argnums, tuple) else argnums
+    return len(jax.tree.leaves(built.args[first])[0])
+
+
+def compare(
+    built, rtol: float = 2e-5, statistics: Mapping[str, Any] = STATISTICS, fragile: bool = False, mask=None, **options
+) -> list[str]:
+    """Run one case of the zoo both ways, under jit, and list the disagreements.
+
+    Statistics that need more examples than there are, and signs where they are ``fragile``, are left out.
+    """
     options = {**built.options, **options}
-    got, want = (
-        jax.jit(lambda *args, impl=impl: pg.value_and_stats(built.loss, STATISTICS, impl=impl, **options)(*args))(
-            *built.args
-        )
-        for impl in ("surgery", "vmap")
+    size = batch_size(built)
+    chosen = {
+        k: s for k, s in (statistics | SCALES).items() if s.minimum <= size and not (fragile and k == "sign_mean")
+    }
+
+    def run(impl):
+        def step(*args):
+            return pg.value_and_stats(built.loss, chosen, impl=impl, **options)(*args, mask=mask)
+
+        return jax.jit(step, compiler_options=QUICK_TO_COMPILE)(*built.args)
+
+    got, want = run("surgery"), run("vmap")
+    problems = disagreements(got[1], want[1], rtol, fragile)
+    values = jax.tree.map(
+        lambda a, b: np.allclose(a, b, rtol=10 * rtol, atol=10 * rtol, equal_nan=True), got[0], want[0]
     )
-    problems = disagreements(got[1], want[1], rtol)
-    values = jax.tree.map(lambda a, b: np.allclose(a, b, rtol=10 * rtol, atol=10 * rtol, equal_nan=True), got[0], want[0])
     return problems + [f"value {got[0]} instead of {want[0]}"] * (not all(jax.tree.leaves(values)))

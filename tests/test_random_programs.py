@@ -7,17 +7,17 @@ script: put its loss into the zoo.
 from __future__ import annotations
 
 import dataclasses
-import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, assume, given, note, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from programs import FAMILIES, Program, programs
 
 import pergrad as pg
+from programs import FAMILIES, Program, programs
 
 STATISTICS = {
     "mean": pg.mean(),
@@ -60,10 +60,16 @@ def calls(draw, stats=tuple(STATISTICS)):
 
 # Nobody waits for fast code here; compiling is most of the time.
 QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# The compiler's simplifier takes 0 · x for 0 where it sees the zero (a one-hot): NaNs come and go with the program around.
+LITERAL_MINDED = QUICK_TO_COMPILE | {"xla_disable_hlo_passes": "algsimp"}
+
+programs_run = itertools.count(1)
 
 
-def run(program: Program, call: Call, spoil=lambda batch: batch):
+def run(program: Program, call: Call, spoil=lambda batch: batch, compiler_options=QUICK_TO_COMPILE):
     """Statistics by surgery and by the twin, every per-example gradient, and the plain gradient."""
+    if next(programs_run) % 100 == 0:
+        jax.clear_caches()
     loss, p, batch = program.build()
     batch = spoil({k: v[: call.size] for k, v in batch.items()})
     mask = None if call.mask is None else np.array(call.mask)
@@ -84,8 +90,21 @@ def run(program: Program, call: Call, spoil=lambda batch: batch):
         _, stack = pg.value_and_stats(loss, pg.per_example(), impl="vmap", **options)(p, batch)
         return got, want, stack, jax.grad(mean_loss)(p, batch)
 
-    compiled = jax.jit(everything).lower(p, batch).compile(QUICK_TO_COMPILE)
+    assume(differentiable(loss, program, p, batch))
+    compiled = jax.jit(everything).lower(p, batch).compile(compiler_options)
     return jax.tree.map(np.asarray, compiled(p, batch))
+
+
+def differentiable(loss, program: Program, p, batch) -> bool:
+    """JAX itself cannot differentiate a few programs (forward mode through a custom_vjp)."""
+    if "custom_vjp" not in program.text:
+        return True
+    example = jax.tree.map(lambda a: a[:1] if program.keep_batch_dim else a[0], batch)
+    try:
+        jax.eval_shape(jax.grad(loss, has_aux=program.has_aux), p, example)
+    except (TypeError, NotImplementedError):
+        return False
+    return True
 
 
 def tolerance(program: Program) -> float:
@@ -143,8 +162,43 @@ def nan_mismatches(program: Program, call: Call, where: int) -> list[str]:
         return batch | {"x": x}
 
     with jax.enable_x64(program.wide):
-        (_, got), (_, want), _, _ = run(program, call, spoil)
-    nowhere = functools.partial(jax.tree.map, lambda a: np.isnan(a).astype(int))
-    return [
-        line for name in call.stats for line in different(f"NaNs of {name}", nowhere(got[name]), nowhere(want[name]), [0] * 99)
-    ]
+        (_, got), (_, want), _, _ = run(program, call, spoil, LITERAL_MINDED)
+    got, want = (jax.tree.map(lambda a: np.isnan(a).astype(int), out) for out in (got, want))
+    return [line for name in call.stats for line in different(f"NaNs of {name}", got[name], want[name], [0] * 99)]
+
+
+# ------------------------------------------------------------------------------------------ the tests
+
+# Convolutions with kernels of each example's own leak NaNs between examples in XLA itself (a grouped convolution is
+# computed with a mask), so they are left out where NaNs are compared.
+NAN_FAMILIES = tuple(family for family in FAMILIES if family != "conv")
+NAN_CALLS = calls(("mean", "second_moment"))
+
+
+def check(program: Program, call: Call):
+    problems = mismatches(program, call)
+    assert not problems, report(program, call, problems)
+
+
+def check_nans(program: Program, call: Call, where: int):
+    assume("lax.conv" not in program.text)
+    problems = nan_mismatches(program, call, where)
+    assert not problems, report(program, call, [f"x of example {where % call.size} is NaN at {where}", *problems])
+
+
+def report(program, call, problems):
+    return "\n".join([f"{call}", program.text, "", *problems])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_surgery_agrees_with_the_twin(family, data):
+    check(data.draw(programs(family)), data.draw(calls()))
+
+
+@pytest.mark.parametrize("family", NAN_FAMILIES)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_nans_are_where_the_twin_has_them(family, data):
+    check_nans(data.draw(programs(family)), data.draw(NAN_CALLS), data.draw(st.integers(0, 50)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
+from . import statistics
 from .engine import Plan, Results, Twin, default_budget, run_in_microbatches
-from .statistics import Outcome, Statistic
-from .trace import Problem, Signature, make_problem, takes_argument
+from .statistics import Outcome, Statistic, is_integer
+from .trace import Problem, Signature, leaves_open, make_problem
 
 GRANULARITIES = ("example", "token")
 IMPLS = ("auto", "surgery", "vmap")
@@ -83,7 +86,9 @@ def value_and_stats(
     return step
 
 
-def grad_stats(loss: Callable, stats: Any, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options) -> Callable:
+def grad_stats(
+    loss: Callable, stats: Any, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options
+) -> Callable:
     """`value_and_stats` without the value; with ``has_aux`` it gives (statistics, aux), as `jax.grad` does.
 
     >>> import jax.numpy as jnp, pergrad as pg
@@ -108,11 +113,14 @@ def make_request(
     batch_argnums: int | tuple[int, ...] = 1,
     keep_batch_dim: bool = True,
     prng_argnums: int | tuple[int, ...] = (),
-    **options,
+    microbatch_size: int | None = None,
+    granularity: str = "example",
+    impl: str = "auto",
+    chunk_bytes: int | None = None,
 ) -> Request:
     """The arguments of `value_and_stats` (and of `explain` and `check`, which take the same), checked."""
     signature = Signature(argnums, batch_argnums, prng_argnums, has_aux, keep_batch_dim)
-    return Request(loss, stats, signature, **options)
+    return Request(loss, stats, signature, microbatch_size, granularity, impl, chunk_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +130,10 @@ class Request:
     loss: Callable
     stats: Any
     signature: Signature
-    microbatch_size: int | None = None
-    granularity: str = "example"
-    impl: str = "auto"
-    chunk_bytes: int | None = None
+    microbatch_size: int | None
+    granularity: str
+    impl: str
+    chunk_bytes: int | None
 
     def __post_init__(self):
         if not callable(self.loss):
@@ -136,8 +144,10 @@ class Request:
         for path, leaf in jax.tree.flatten_with_path(self.stats, is_leaf=_is_statistic)[0]:
             where = f"stats{jax.tree_util.keystr(path)}"
             if callable(leaf) and not isinstance(leaf, Statistic):
-                name = getattr(leaf, "__name__", "statistic")
-                raise TypeError(f"{where} is the function {name}, not a statistic. Write `pg.{name}()`.")
+                name = getattr(leaf, "__name__", "fn")
+                ours = getattr(statistics, name, None) is leaf
+                write = f"pg.{name}()" if ours else f"pg.elementwise({name})"
+                raise TypeError(f"{where} is the function {name}; expected a statistic. Write `{write}`.")
             if not isinstance(leaf, Statistic):
                 raise TypeError(
                     f"{where} is {type(leaf).__name__} {leaf!r}; expected a statistic, or a pytree of statistics. Write, "
@@ -150,8 +160,8 @@ class Request:
                 )
         _one_of("granularity", self.granularity, GRANULARITIES)
         _one_of("impl", self.impl, IMPLS)
-        _positive("microbatch_size", self.microbatch_size, "an integer, the most examples at once")
-        _positive("chunk_bytes", self.chunk_bytes, "an integer number of bytes, such as `8 << 20`")
+        _positive("microbatch_size", self.microbatch_size, "the most examples at once", "32")
+        _positive("chunk_bytes", self.chunk_bytes, "a number of bytes", "8 << 20")
         if self.granularity == "token" and self.impl == "vmap":
             raise ValueError(
                 'impl="vmap" sees whole examples only; given granularity="token". Write impl="surgery", or '
@@ -171,8 +181,7 @@ class Request:
         for s in self.statistics:
             if problem.size < s.minimum and self.granularity == "example":
                 raise ValueError(
-                    f"{s!r} needs at least {s.minimum} examples, but the batch has {problem.size}. Write "
-                    "`pg.variance(ddof=0)` (or `pg.std(ddof=0)`), or give a larger batch."
+                    f"{s!r} needs at least {s.minimum} examples, but the batch has {problem.size}. {s.for_fewer}"
                 )
         return problem
 
@@ -186,27 +195,23 @@ class Request:
         return min(problem.size, self.microbatch_size or problem.size)
 
     def run(self, args, kwargs, mask):
-        if mask is not None and takes_argument(self.loss, "mask") and len(args) < 3:
+        if mask is not None and leaves_open(self.loss, "mask", args):
             raise ValueError(
                 "`mask` was given to the step, where it says which examples count, but the loss has an argument `mask` of "
                 "its own. Pass the loss's by position, or rename it."
             )
         problem = self.problem(args, kwargs)
         mask = _checked_mask(mask, problem.size)
-        try:
+        with pure_loss():
             plan = self.plan(problem)
             results = self._results(plan, problem, mask)
-        except jax.errors.UnexpectedTracerError as error:
-            raise ValueError(
-                "the loss leaks tracers: it stores an intermediate value outside of itself (in a global, a list, or an "
-                "attribute) or reads one that an earlier call stored; expected a pure function. Return such values as aux "
-                "(`has_aux=True`)."
-            ) from error
         return self._finish(plan, problem, results, mask)
 
     def _results(self, plan, problem: Problem, mask) -> Results:
+        weight = 1 / problem.size if mask is None else 1 / jnp.sum(mask)
+
         def run(examples, mask):
-            return plan.run(problem.params, examples, mask, self.reductions)
+            return plan.run(problem.params, examples, mask, weight, self.reductions)
 
         part = self.part(problem)
         if part == problem.size:
@@ -225,6 +230,19 @@ class Request:
         return ((value, results.aux) if self.signature.has_aux else value), out
 
 
+@contextlib.contextmanager
+def pure_loss():
+    """Say what it means when JAX finds the value of another trace within the loss."""
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as error:
+        raise ValueError(
+            "the loss leaks tracers: it stores an intermediate value outside of itself (in a global, a list, or an "
+            "attribute) or reads one that an earlier call stored; expected a pure function. Return such values as aux "
+            "(`has_aux=True`)."
+        ) from error
+
+
 def _is_statistic(x) -> bool:
     return isinstance(x, Statistic)
 
@@ -235,15 +253,24 @@ def _one_of(name, given, allowed):
         raise ValueError(f'unknown {name} {given!r}: expected one of {listed}. Write `{name}="{allowed[0]}"`.')
 
 
-def _positive(name, given, expected):
-    if given is not None and (isinstance(given, bool) or not isinstance(given, (int, np.integer)) or given < 1):
-        raise ValueError(f"{name} was given {given!r}: expected None or {expected}. Write, for example, `{name}=32`.")
+def _positive(name, given, meaning, instead):
+    if given is not None and (not is_integer(given) or given < 1):
+        raise ValueError(
+            f"{name} was given {given!r}: expected None or a positive integer, {meaning}. Write, for example, "
+            f"`{name}={instead}`."
+        )
 
 
 def _checked_mask(mask, size):
     if mask is None:
         return None
-    mask = jnp.asarray(mask)
+    try:
+        mask = jnp.asarray(mask)
+    except TypeError as error:
+        raise TypeError(
+            f"the mask is {type(mask).__name__} {mask!r}; expected booleans, one per example. Write, for example, "
+            "`mask=jnp.arange(B) < n`."
+        ) from error
     if mask.shape != (size,):
         raise ValueError(
             f"the mask has shape {mask.shape}, but the batch has {size} examples; expected shape ({size},), one boolean "
@@ -255,7 +282,7 @@ def _checked_mask(mask, size):
             "Write `mask > 0`; weights belong into the loss."
         )
     mask = mask != 0
-    if not isinstance(mask, jax.core.Tracer) and not np.any(np.asarray(mask)):
+    if not isinstance(mask, Tracer) and not np.any(np.asarray(mask)):
         raise ValueError(
             "the mask leaves out every example; expected at least one True. Skip the call when there is no data "
             "(under jit, where this cannot be seen, all results are NaN)."

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .api import make_request, value_and_stats
+from .api import make_request, pure_loss, value_and_stats
 from .statistics import mean, per_example
+from .trace import example_jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,17 +55,18 @@ def check(loss: Callable, stats: Any, argnums: int | tuple[int, ...] = 0, has_au
     request = make_request(loss, stats, argnums, has_aux, **options)
 
     def run(*args, mask=None, **kwargs) -> Report:
-        findings = []
-        with jax.checking_leaks():
-            try:
-                problem = request.problem(args, kwargs)
-                jax.eval_shape(problem.one, problem.params, [jax.typeof(x[0]) for x in problem.examples])
-            except Exception as error:
-                if "Leaked" not in str(error):
-                    raise
-                text = "the loss leaks tracers: it stores intermediate values outside of itself. Return them as aux."
-                return Report([Finding(False, text)])
-        findings += _against_twin(request, args, mask, kwargs)
+        problem = request.problem(args, kwargs)
+        with pure_loss():
+            example_jaxpr(problem)
+        try:
+            with jax.checking_leaks():
+                example_jaxpr(request.problem(args, kwargs))  # anew: what has been traced is not looked at again
+        except Exception as error:
+            if "Leaked" not in str(error):
+                raise
+            text = "the loss leaks tracers: it stores intermediate values outside of itself. Return them as aux."
+            return Report([Finding(False, text)])
+        findings = _against_twin(request, args, mask, kwargs)
         findings.append(_against_batch_loss(request, problem, args, kwargs))
         return Report(findings)
 
@@ -80,7 +82,7 @@ def _against_twin(request, args, mask, kwargs) -> list[Finding]:
         fast, twin = (dataclasses.replace(r, stats=mean()) for r in (fast, twin))
     _, got = fast.run(args, kwargs, mask)
     _, want = twin.run(args, kwargs, mask)
-    is_statistic = lambda s: hasattr(s, "reductions")  # noqa: E731
+    is_statistic = lambda s: hasattr(s, "reductions")
     statistics, tree = jax.tree.flatten(fast.stats, is_leaf=is_statistic)
     for name, a, b in zip(statistics, tree.flatten_up_to(got), tree.flatten_up_to(want), strict=True):
         error, allowed = _relative_error(a, b)
@@ -108,7 +110,9 @@ def _relative_error(a, b) -> tuple[float, float]:
 def _against_batch_loss(request, problem, args, kwargs) -> Finding:
     s = request.signature
     if not s.keep_batch_dim:
-        return Finding(True, "the loss takes one bare example (keep_batch_dim=False): there is no batch loss to compare")
+        return Finding(
+            True, "the loss takes one bare example (keep_batch_dim=False): there is no batch loss to compare"
+        )
     if s.prng_argnums not in ((), None):
         return Finding(True, "the loss takes random keys: the batch loss draws others, and is not compared")
     options = {"batch_argnums": s.batch_argnums, "impl": "vmap"}
@@ -127,6 +131,17 @@ def _matrix(tree, rows) -> np.ndarray:
 def _verdict(batch: np.ndarray, stack: np.ndarray) -> Finding:
     """What the gradient of the batch loss is, in terms of the per-example gradients."""
     size = len(stack)
+    broken = [str(i) for i in range(size) if not np.isfinite(stack[i]).all()]
+    if broken:
+        return Finding(
+            False,
+            f"the gradient of one example alone is not finite (examples {', '.join(broken[:8])}), as where a loss divides by a "
+            "standard deviation over the batch, which is 0 for one. Use layers that treat examples separately.",
+        )
+    if not np.isfinite(batch).all():
+        return Finding(
+            False, "the gradient of the loss on the whole batch is not finite, though each example's alone is"
+        )
     top = np.max(np.abs(stack), initial=0) or 1.0
 
     def close(a, b):
@@ -141,8 +156,14 @@ def _verdict(batch: np.ndarray, stack: np.ndarray) -> Finding:
             f"the loss on the whole batch is a sum over its {size} examples: its gradient is {size} times pg.mean(). "
             "Write jnp.mean over the examples in place of jnp.sum, or expect statistics of single-example losses.",
         )
+    if size >= stack.shape[1]:
+        return Finding(
+            False,
+            "the gradient on the whole batch is not pg.mean(): the loss couples its examples, or weights them unequally. With "
+            f"{size} examples and {stack.shape[1]} parameters it cannot be told which: check with a smaller batch.",
+        )
     weights = np.linalg.lstsq(stack.T, batch, rcond=None)[0]
-    if size < stack.shape[1] and close(batch, weights @ stack):
+    if close(batch, weights @ stack):
         shown = ", ".join(f"{w.real:.3g}" for w in weights[:6]) + (", …" if size > 6 else "")
         return Finding(
             False,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 Literal = jex_core.Literal
@@ -123,6 +124,36 @@ def source(eqn) -> str:
     if frame is None:
         return ""
     return f"{os.path.basename(frame.file_name)}:{frame.start_line} ({frame.function_name})"
+
+
+def _mesh_axes(aval) -> set[str]:
+    """The axes of a `shard_map`'s mesh over which a value is known to differ."""
+    return set(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
+
+
+def vary_like(arrays: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+    """Under `shard_map`, let ``arrays`` count as different on the devices on which ``like`` differ.
+
+    The derivative with respect to a value that all devices share is the sum of theirs: JAX adds a `psum`. Statistics
+    of per-example gradients are never meant to be of such sums.
+    """
+    wanted = set().union(*(_mesh_axes(jax.typeof(x)) for x in like))
+    missing = [tuple(sorted(wanted - _mesh_axes(jax.typeof(x)))) for x in arrays]
+    return [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]
+
+
+def zeros_of(fun, *args) -> Any:
+    """Zeros like what ``fun(*args)`` returns, to start a loop's carry with.
+
+    Under `shard_map` they must vary over the mesh axes that the results vary over, which `jax.eval_shape` does not tell.
+    """
+    closed, out = jax.make_jaxpr(fun, return_shape=True)(*args)
+    flat = []
+    for aval in closed.out_avals:
+        axes = tuple(sorted(_mesh_axes(aval)))
+        array = jnp.zeros(aval.shape, aval.dtype)
+        flat.append(jax.lax.pcast(array, axes, to="varying") if axes else array)
+    return jax.tree.unflatten(jax.tree.structure(out), flat)
 
 
 def side_effects(jaxpr) -> list[str]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .rules.base import Batch, Budget, Term, formed_route, in_chunks, moved
-from .statistics import Sum, accumulator
-from .surgery import Layers, Leaf, Reduced, Scope, Settings, Tokens, make_leaf, open_scope, resolve
+from . import compat
+from .rules.base import Batch, Budget, Term, formed_route, in_chunks, moved, size_of
+from .statistics import Mean, accumulator
+from .surgery import Layers, Leaf, Reduced, Settings, Tokens, make_leaf, open_scope, resolve
 from .trace import Problem, example_jaxpr
 
 
@@ -52,8 +55,8 @@ def execute(term: Term, reductions: Sequence[Any], batch: Batch, budget: Budget)
 
 
 def _execute_tokens(group: Tokens, reductions: Sequence[Any], batch: Batch, budget: Budget) -> list[jax.Array]:
-    """Sums over tokens. A token's gradient is T times what its position contributes, so that the mean over the T
-    tokens of an example is the example's gradient; the sums are divided by T, to be per example like all others.
+    """Means over tokens. A token's gradient is T times what its position contributes, so that the mean over the T
+    tokens of an example is the example's gradient.
     """
     tokens = group.tokens()
     totals = []
@@ -64,26 +67,24 @@ def _execute_tokens(group: Tokens, reductions: Sequence[Any], batch: Batch, budg
 
         def run(part: Batch, term=term):
             one, each = term.token_batch(part.prepared(term.prepare), tokens)
-            sums = execute(one, reductions, each, dataclasses.replace(budget, size=each.size))
-            count = each.size if each.mask is None else jnp.sum(each.mask)
-            return [placed(term, r, s, fill=count) for r, s in zip(reductions, sums, strict=True)]
+            each = dataclasses.replace(each, weight=each.weight / tokens)
+            means = execute(one, reductions, each, dataclasses.replace(budget, size=each.size))
+            return [placed(term, r, m, each.share) for r, m in zip(reductions, means, strict=True)]
 
-        prepared_bytes = sum(4 * jnp.size(jnp.zeros(a.shape)) for a in term.shapes)
+        prepared_bytes = sum(4 * size_of(a.shape) for a in term.shapes)
         chunk = budget.chunk(prepared_bytes) if term.patches else budget.size
-        whole = Batch(operands, batched, batch.size, batch.mask)
+        whole = batch.having(operands, batched)
         totals.append(in_chunks(run, whole, chunk, [False] * len(reductions)))
-    return [sum(parts) / tokens for parts in zip(*totals, strict=True)]
+    return [functools.reduce(operator.add, parts) for parts in zip(*totals, strict=True)]
 
 
-def placed(term: Term, reduction, result: jax.Array, fill: Any) -> jax.Array:
-    """The moves of a term, made on a result for its coordinates; where they fill in zeros, ``fill`` examples have φ(0)."""
-    if not reduction.coordinatewise:
-        return result
+def placed(term: Term, mean: Mean, result: jax.Array, share: Any) -> jax.Array:
+    """The moves of a term, made on the mean over its coordinates; where they fill in zeros, φ is φ(0)."""
     out = moved(term.moves, result)
-    at_zero = reduction.phi.at_zero() if isinstance(reduction, Sum) else 0.0
+    at_zero = mean.phi.at_zero(out.dtype)
     if at_zero == 0 or not any(m.fills for m in term.moves):
         return out
-    return jnp.where(covered(term, result), out, jnp.asarray(at_zero, out.dtype) * fill)
+    return jnp.where(covered(term, result), out, jnp.asarray(at_zero, out.dtype) * share)
 
 
 def covered(term: Term, result) -> jax.Array:
@@ -102,7 +103,8 @@ class Reducer:
     budget: Budget
     alive: jax.Array  # does this example count? Batched, so that the batching rule below is always asked for
     masked: bool  # can it be False?
-    count: Any  # how many examples count
+    weight: Any  # what one example counts for in a mean; a number, or with a mask an array
+    share: Any  # what this part's examples that count amount to, of all
 
     def __call__(self, leaf: Leaf, read: Callable) -> tuple[jax.Array, ...]:
         results = [self._piece(piece, read) for piece in leaf.pieces]
@@ -110,36 +112,40 @@ class Reducer:
 
     def _whole(self, leaf: Leaf, reduction, parts):
         """The leaf's result from those of its pieces, which lie on disjoint coordinates."""
+        dtype = reduction.dtype(leaf.dtype)
         if not reduction.coordinatewise:
-            return sum(parts, start=jnp.zeros((), accumulator(leaf.dtype)))
-        dtype = accumulator(leaf.dtype)
-        value = sum(
-            (moved(p.moves, part) for p, part in zip(leaf.pieces, parts, strict=True)), start=jnp.zeros(leaf.shape, dtype)
-        )
-        at_zero = reduction.phi.at_zero(dtype) if isinstance(reduction, Sum) else 0.0
+            return functools.reduce(operator.add, parts) if parts else jnp.zeros((), dtype)
+        placed = [moved(p.moves, part) for p, part in zip(leaf.pieces, parts, strict=True)]
+        value = functools.reduce(operator.add, placed) if placed else jnp.zeros(leaf.shape, dtype)
+        at_zero = reduction.phi.at_zero(accumulator(leaf.dtype)) if isinstance(reduction, Mean) else 0.0
         if at_zero == 0 or not (len(parts) == 0 or any(m.fills for p in leaf.pieces for m in p.moves)):
             return value
-        touched = sum(
-            (covered(p, part) for p, part in zip(leaf.pieces, parts, strict=True)), start=jnp.zeros(leaf.shape, bool)
-        )
-        return jnp.where(touched, value, jnp.asarray(at_zero, value.dtype) * self.count)
+        touched = jnp.zeros(leaf.shape, bool)
+        for p, part in zip(leaf.pieces, parts, strict=True):
+            touched = touched | covered(p, part)
+        return jnp.where(touched, value, jnp.asarray(at_zero, value.dtype) * self.share)
 
     def _piece(self, piece: Term, read):
         if isinstance(piece, Layers):
             stacked = read(piece.operands[0])
-            return [r if red.coordinatewise else jnp.sum(r, axis=0) for red, r in zip(self.reductions, stacked, strict=True)]
+            return [
+                r if red.coordinatewise else jnp.sum(r, axis=0) for red, r in zip(self.reductions, stacked, strict=True)
+            ]
         return self._over_batch(piece, [read(a) for a in piece.operands])
 
     def _over_batch(self, term: Term, operands):
         """One function of one example, for `jax.vmap`; its batching rule is where the batch is reduced."""
+        given = (self.weight,) if self.masked else ()
 
         def run(size, batched, mask, values):
-            batch = Batch(tuple(values), batched, size, mask if self.masked else None)
+            weight, values = (values[0], values[1:]) if self.masked else (self.weight, values)
+            batch = Batch(values, batched[len(given) :], size, mask if self.masked else None, weight)
             return execute(term, self.reductions, batch, dataclasses.replace(self.budget, size=size))
 
         @jax.custom_batching.custom_vmap
         def reduce(alive, *values):
-            out = run(1, (True,) * len(values), alive[None], tuple(v[None] for v in values))
+            values = (*values[: len(given)], *(v[None] for v in values[len(given) :]))
+            out = run(1, (True,) * len(values), alive[None], values)
             return [o[0] if r.per_example else o for r, o in zip(self.reductions, out, strict=True)]
 
         @reduce.def_vmap
@@ -147,7 +153,7 @@ class Reducer:
             out = run(size, tuple(in_batched[1:]), alive, values)
             return out, [r.per_example for r in self.reductions]
 
-        return reduce(self.alive, *operands)
+        return reduce(self.alive, *given, *operands)
 
 
 # ---------------------------------------------------------------------------------------- the whole
@@ -178,14 +184,15 @@ class Plan:
         settings.tails = True
         self.leaves = leaves()
 
-    def run(self, params, examples, mask: jax.Array | None, reductions: tuple[Any, ...]) -> Results:
+    def run(self, params, examples, mask: jax.Array | None, weight: Any, reductions: tuple[Any, ...]) -> Results:
+        """The results of these examples; each counts for ``weight`` in a mean."""
         size = examples[0].shape[0]
-        count = size if mask is None else jnp.sum(mask)
+        share = weight * (size if mask is None else jnp.sum(mask))
         wanted = [*self.outputs, *(Reduced(leaf) for leaf in self.leaves if reductions)]
         budget = dataclasses.replace(self.budget, size=size)
 
         def one(alive, example):
-            reducer = Reducer(reductions, budget, alive, mask is not None, count)
+            reducer = Reducer(reductions, budget, alive, mask is not None, weight, share)
             out = self.scope.evaluate(wanted, [*params, *example], reducer)
             return out[: len(self.outputs)], out[len(self.outputs) :]
 
@@ -207,9 +214,10 @@ class Twin:
         self.one = problem.one
         self.tokens = [1] * len(problem.params)
 
-    def run(self, params, examples, mask, reductions) -> Results:
+    def run(self, params, examples, mask, weight, reductions) -> Results:
         losses, aux, gradients = jax.vmap(self.one, in_axes=(None, 0))(list(params), list(examples))
-        return Results(losses, aux, [[r.of(g, mask) for r in reductions] for g in gradients])
+        leaves = [[(r.of(g, mask), isinstance(r, Mean)) for r in reductions] for g in gradients]
+        return Results(losses, aux, [[x * weight if is_mean else x for x, is_mean in leaf] for leaf in leaves])
 
 
 def run_in_microbatches(run: Callable, examples, mask, reductions, size: int, most: int) -> Results:
@@ -226,11 +234,8 @@ def run_in_microbatches(run: Callable, examples, mask, reductions, size: int, mo
         return x.reshape(count, each, *x.shape[1:])
 
     folded = ([fold(x) for x in examples], None if mask is None else fold(mask))
-    first = jax.eval_shape(lambda xs: run([x[0] for x in xs[0]], None if mask is None else xs[1][0]), folded)
-    sums = [
-        [jnp.zeros(s.shape, s.dtype) for s, r in zip(leaf, reductions, strict=True) if not r.per_example]
-        for leaf in first.leaves
-    ]
+    first = compat.zeros_of(lambda xs: run([x[0] for x in xs[0]], None if mask is None else xs[1][0]).leaves, folded)
+    sums = [[s for s, r in zip(leaf, reductions, strict=True) if not r.per_example] for leaf in first]
 
     def step(sums, part):
         out: Results = run(*part)

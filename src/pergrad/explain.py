@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
-from .api import Request, make_request
+from .api import make_request, pure_loss
 from .engine import Plan
 from .rules.base import Budget, Term, size_of
-from .statistics import Sum
+from .statistics import Mean
 from .surgery import Layers, Leaf, Tokens
 
 
@@ -50,7 +50,9 @@ class Explanation:
         widths = [max(len(line[k]) for line in [head, *cells]) for k in range(len(head))]
         right = {4, 5, 6, 7}
         lines = [
-            "  ".join(c.rjust(w) if k in right else c.ljust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True)))
+            "  ".join(
+                c.rjust(w) if k in right else c.ljust(w) for k, (c, w) in enumerate(zip(line, widths, strict=True))
+            )
             for line in [head, ["─" * w for w in widths], *cells]
         ]
         return "\n".join([self._title(), *(line.rstrip() for line in lines), *self._notes()])
@@ -90,13 +92,17 @@ class Explanation:
         ]
 
     def _notes(self) -> list[str]:
-        notes = [f"{r.leaf}: {r.why}" for r in self.rows if r.why]
-        return ["", *notes] if notes else []
+        leaves: dict[str, list[str]] = {}
+        for r in self.rows:
+            leaves.setdefault(r.why, []).append(r.leaf)
+        return [f"why {', '.join(names[:4])}{', …' * (len(names) > 4)}: {why}" for why, names in leaves.items()]
 
     def _repr_html_(self) -> str:
         head = ["leaf", "shape", "rule", "route", "extra FLOPs", "by vmap", "extra bytes", "by vmap", "source"]
         rows = "".join(
-            f"<tr title='{html.escape(why, quote=True)}'>" + "".join(f"<td>{html.escape(c)}</td>" for c in cells) + "</tr>"
+            f"<tr title='{html.escape(why, quote=True)}'>"
+            + "".join(f"<td>{html.escape(c)}</td>" for c in cells)
+            + "</tr>"
             for cells, why in [*((self._cells(r), r.why) for r in self.rows), (self._total(), "")]
         )
         heads = "".join(f"<th>{h}</th>" for h in head)
@@ -106,7 +112,9 @@ class Explanation:
         return json.dumps(dataclasses.asdict(self), **options)
 
 
-def explain(loss: Callable, stats: Any, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options) -> Callable:
+def explain(
+    loss: Callable, stats: Any, argnums: int | tuple[int, ...] = 0, has_aux: bool = False, **options
+) -> Callable:
     """Say, without running anything, how each parameter's statistics would be computed, and what they would cost.
 
     Takes what `value_and_stats` takes; the result is called with the same arguments, or with
@@ -144,7 +152,8 @@ def explain(loss: Callable, stats: Any, argnums: int | tuple[int, ...] = 0, has_
             found.append(Explanation(rows, problem.size, names, request.granularity))
             return ()
 
-        jax.eval_shape(trace, [leaves[k] for k in traced])
+        with pure_loss():
+            jax.eval_shape(trace, [leaves[k] for k in traced])
         return found[0]
 
     return describe
@@ -161,13 +170,14 @@ def _row(name: str, leaf: Leaf, reductions: Sequence[Any], budget: Budget, parts
             held = max(held, route.bytes)
         plain += times * term.plain_flops(budget.size)
     size = size_of(leaf.shape)
-    sums = sum(isinstance(r, Sum) for r in reductions)
+    sums = sum(isinstance(r, Mean) for r in reductions)
     return Row(
         leaf=name,
         shape=leaf.shape,
         rule=" + ".join(dict.fromkeys(t.rule for t, _, _ in flat)) or "none",
         route="; ".join(routes) or "zero for every example",
-        why="; ".join(dict.fromkeys(t.why for t, _, _ in flat if t.why)),
+        why="; ".join(dict.fromkeys(t.reason for t, _, _ in flat))
+        or ("the loss does not depend on it" if size else "it has no coordinates"),
         source=", ".join(dict.fromkeys(t.source for t, _, _ in flat if t.source)),
         plain_flops=parts * plain,
         extra_flops=parts * (flops - plain if flops else 0.0),

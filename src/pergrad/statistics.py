@@ -3,10 +3,11 @@
 Two layers, so that a statistic never knows about rules and a rule never knows about statistics:
 
 * a **reduction** is what the engine computes leaf by leaf from the per-example gradients g[b, ...]:
-  `Sum(φ)` (Σ_b φ(g_b), coordinate by coordinate), `SquaredNorm` (‖g_b‖²), `Stack` (g itself). Its method
+  `Mean(φ)` (E φ(g), coordinate by coordinate), `SquaredNorm` (‖g_b‖²), `Stack` (g itself). Its method
   `of` is its definition; rules may have a faster way to the same numbers. Results of parts of a batch
-  merge exactly: sums add, per-example results are laid one after the other.
-* a **statistic** lists the reductions it needs and finishes them: the variance is `Sum(g)` and `Sum(g²)`
+  merge exactly: means of parts, each example weighted by one over the number of all, add; per-example results are laid
+  one after the other.
+* a **statistic** lists the reductions it needs and finishes them: the variance is `Mean(g)` and `Mean(g²)`
   and then E g² − (E g)². Statistics in one call share reductions, and one backward pass serves them all.
 """
 
@@ -53,12 +54,12 @@ class Phi:
         # Once, here: predicates (`g > 0`) and integers count as numbers, and sums stay float32 or wider.
         return out.astype(accumulator(out.dtype))
 
-    def at_zero(self, dtype=jnp.float32) -> float:
+    def at_zero(self, dtype) -> Any:
         """φ(0), as a number: what a coordinate contributes that an example does not touch."""
         if self.multiplicative:
             return 0.0
         with jax.ensure_compile_time_eval():
-            return float(self(jnp.zeros((), dtype)))
+            return self(jnp.zeros((), dtype)).item()
 
 
 def _square(g):
@@ -103,10 +104,14 @@ class Reduction:
     def of(self, g: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         raise NotImplementedError
 
+    def dtype(self, gradient) -> Any:
+        """Of the result, for gradients of this dtype."""
+        return jax.eval_shape(self.of, jax.ShapeDtypeStruct((1,), gradient)).dtype
+
 
 @dataclasses.dataclass(frozen=True)
-class Sum(Reduction):
-    """Σ_b φ(g_b), one number per coordinate."""
+class Mean(Reduction):
+    """E φ(g), one number per coordinate. `of` gives the sum over its examples, for the caller to weight."""
 
     phi: Phi
     per_example = False
@@ -167,6 +172,7 @@ class Statistic:
     name: str
     reductions: tuple[Any, ...] = ()
     minimum: int = 1
+    for_fewer: str = ""  # what to write when there are fewer
     tokens: bool = True
 
     def finish(self, outcome: Outcome) -> Any:
@@ -176,24 +182,25 @@ class Statistic:
         return f"pg.{self.name}"
 
 
+def is_integer(x: Any) -> bool:
+    return hasattr(type(x), "__index__") and not isinstance(x, bool) and not isinstance(x, jax.Array)
+
+
 class _Coordinatewise(Statistic):
-    def __init__(self, name, phis, finish, minimum=1):
-        self.name, self.phis, self.minimum = name, phis, minimum
-        self.reductions = tuple(Sum(phi) for phi in phis)
+    def __init__(self, name, phis, finish, minimum=1, for_fewer=""):
+        self.name, self.phis, self.minimum, self.for_fewer = name, phis, minimum, for_fewer
+        self.reductions = tuple(Mean(phi) for phi in phis)
         self._finish = finish
 
     def finish(self, outcome):
-        sums = [outcome.leaves[r] for r in self.reductions]
+        means = [outcome.leaves[r] for r in self.reductions]
         leaves = [
-            self._finish(*(s / outcome.count for s in leaf), outcome.count * tokens)
-            for *leaf, tokens in zip(*sums, outcome.tokens, strict=True)
+            self._finish(*leaf, outcome.count * tokens) for *leaf, tokens in zip(*means, outcome.tokens, strict=True)
         ]
         return jax.tree.unflatten(outcome.treedef, leaves)
 
 
-def coordinatewise(
-    name: str, phis: tuple[Phi, ...], finish: Callable[..., jax.Array], minimum: int = 1
-) -> Statistic:
+def coordinatewise(name: str, phis: tuple[Phi, ...], finish: Callable[..., jax.Array], minimum: int = 1) -> Statistic:
     """A statistic from means over the examples: ``finish(E φ₁(g), E φ₂(g), …, n)``, coordinate by coordinate.
 
     ``n`` is the number of examples (of tokens, at granularity="token").
@@ -240,7 +247,7 @@ def moment(k: int) -> Statistic:
     >>> pg.grad_stats(lambda w, x: (x * w).sum(), pg.moment(3))(2.0, jnp.array([1.0, 3.0]))
     Array(14., dtype=float32)
     """
-    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+    if not is_integer(k) or k < 1:
         raise ValueError(
             f"moment(k) takes a positive integer k, given {k!r}. For other powers write "
             "`pg.elementwise(lambda g: jnp.abs(g) ** p)`."
@@ -279,7 +286,7 @@ def _bessel(n, ddof):
 
 
 def _check_ddof(name, ddof):
-    if not isinstance(ddof, int) or isinstance(ddof, bool) or ddof < 0:
+    if not is_integer(ddof) or ddof < 0:
         raise ValueError(f"{name}(ddof) takes a non-negative integer, given {ddof!r}. Write `pg.{name}(ddof=1)`.")
 
 
@@ -295,7 +302,11 @@ def variance(ddof: int = 0) -> Statistic:
     """
     _check_ddof("variance", ddof)
     return _Coordinatewise(
-        f"variance(ddof={ddof})", (IDENTITY, SQUARE), lambda g, s, n: _central(g, s) * _bessel(n, ddof), ddof + 1
+        f"variance(ddof={ddof})",
+        (IDENTITY, SQUARE),
+        lambda g, s, n: _central(g, s) * _bessel(n, ddof),
+        ddof + 1,
+        "Write `pg.variance(ddof=0)`, or give a larger batch.",
     )
 
 
@@ -312,6 +323,7 @@ def std(ddof: int = 0) -> Statistic:
         (IDENTITY, SQUARE),
         lambda g, s, n: jnp.sqrt(_central(g, s) * _bessel(n, ddof)),
         ddof + 1,
+        "Write `pg.std(ddof=0)`, or give a larger batch.",
     )
 
 
@@ -331,7 +343,11 @@ def mean_square(unbiased: bool = True) -> Statistic:
     if not unbiased:
         return _Coordinatewise("mean_square(unbiased=False)", (IDENTITY,), lambda g, n: _square(g))
     return _Coordinatewise(
-        "mean_square()", (IDENTITY, SQUARE), lambda g, s, n: _square(g) - _central(g, s) * _bessel(n, 1) / n, 2
+        "mean_square()",
+        (IDENTITY, SQUARE),
+        lambda g, s, n: _square(g) - _central(g, s) * _bessel(n, 1) / n,
+        2,
+        "Write `pg.mean_square(unbiased=False)`, or give a larger batch.",
     )
 
 
@@ -348,7 +364,9 @@ def snr() -> Statistic:
     def finish(g, s, n):
         return jnp.where(s == 0, 0.0, jnp.abs(g) / jnp.sqrt(_central(g, s) * _bessel(n, 1)))
 
-    return _Coordinatewise("snr()", (IDENTITY, SQUARE), finish, 2)
+    return _Coordinatewise(
+        "snr()", (IDENTITY, SQUARE), finish, 2, "There is no noise to be seen in one: give a larger batch."
+    )
 
 
 def elementwise(fn: Callable[[jax.Array], jax.Array], name: str | None = None) -> Statistic:

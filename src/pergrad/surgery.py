@@ -27,10 +27,10 @@ import jax.numpy as jnp
 
 from . import compat
 from .rules import RULES
-from .rules.base import Move, Term, size_of
+from .rules.base import Term, size_of
 from .rules.generic import generic
-from .rules.reduction import Formed
-from .rules.shared import groups, share
+from .rules.reduction import Formed, as_one_use
+from .rules.shared import common_moves, groups, share
 from .rules.structural import STRUCTURAL, pad_move
 
 # ---------------------------------------------------------------------------------------- atoms
@@ -74,10 +74,14 @@ class Layers(Term):
     outside: tuple[Term, ...] = ()
 
     def move(self, move):
-        return dataclasses.replace(
-            self, moves=(*self.moves, move), outside=tuple(t.move(move) for t in self.outside)
-        )
+        return dataclasses.replace(self, moves=(*self.moves, move), outside=tuple(t.move(move) for t in self.outside))
 
+    def tokens(self):
+        return self.body.tokens if self.body is not None else 1
+
+    def shapes_before_moves(self):
+        given = self.outside[0].shapes_before_moves()
+        return given[len(given) - len(self.moves) :]
 
 
 # ---------------------------------------------------------------------------------------- scopes
@@ -169,6 +173,18 @@ class Scope:
     def producer_of(self, atom):
         i = self.producer.get(atom) if isinstance(atom, compat.Var) else None
         return None if i is None else self.equations[i]
+
+    def is_weight_gradient(self, atom, again: bool = False) -> bool:
+        """Does ``atom`` look like the gradient of a weight: a contraction of two things that both differ between
+        examples, or computed from one coordinate by coordinate, or by one product with something shared?"""
+        eqn = self.producer_of(atom)
+        while eqn is not None and eqn.primitive.name in COORDINATEWISE | STRUCTURAL.keys():
+            atom = max(eqn.invars, key=lambda v: self.varies(v) * size_of(v.aval.shape))
+            eqn = self.producer_of(atom) if self.varies(atom) else None
+        if eqn is None or eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
+            return False
+        varying = [v for v in eqn.invars if self.varies(v)]
+        return len(varying) > 1 or (not again and self.is_weight_gradient(varying[0], again=True))
 
     def private_cone(self, atom):
         """The equations that ``atom`` needs and nothing but gradients does, in order."""
@@ -314,7 +330,7 @@ class Scope:
 
             return run
 
-        count = len(compat.branches(eqn))
+        count = _count(eqn)
         out = jax.lax.switch(index, [branch(k) for k in range(count)], *operands)
         return dict(zip(delivered, out, strict=True))
 
@@ -361,12 +377,12 @@ def resolve(scope: Scope, atom) -> list[Term]:
 
 def _resolve(scope: Scope, atom, eqn, i) -> list[Term] | None:
     name = eqn.primitive.name
+    move = STRUCTURAL[name](eqn) if name in STRUCTURAL else None
+    if move is not None:
+        return [t.move(move) for t in resolve(scope, eqn.invars[0])]
     if name in RULES:
         term = RULES[name](scope, eqn)
         return None if term is None else [term]
-    if name in STRUCTURAL:
-        move = STRUCTURAL[name](eqn)
-        return None if move is None else _moved(resolve(scope, eqn.invars[0]), move)
     if name in COMBINING:
         return COMBINING[name](scope, eqn)
     position = list(eqn.outvars).index(atom)
@@ -383,16 +399,15 @@ def _resolve(scope: Scope, atom, eqn, i) -> list[Term] | None:
     return None
 
 
-def _moved(terms: list[Term], move: Move) -> list[Term] | None:
-    return [t.move(move) for t in terms]
-
+COORDINATEWISE = {"mul", "div", "select_n", "neg", "add", "add_any", "sub"}
 
 COMBINING: dict[str, Callable[[Scope, Any], list[Term] | None]] = {}
 
 
 def combining(*names: str):
     def add(rule):
-        COMBINING.update(dict.fromkeys(names, rule))
+        for name in names:
+            COMBINING[name] = rule
         return rule
 
     return add
@@ -403,7 +418,10 @@ def _add(scope, eqn):
     a, b = eqn.invars
     if a.aval.shape != b.aval.shape:
         return None
-    return resolve(scope, a) + resolve(scope, b)
+    terms = resolve(scope, a) + resolve(scope, b)
+    if len(terms) > 1 and not scope.tokens and all(isinstance(t, Formed) and not t.bytes_each for t in terms):
+        return None  # the backward pass forms both, and their sum
+    return terms
 
 
 @combining("sub")
@@ -461,7 +479,9 @@ def _pad(scope, eqn):
     g, value = eqn.invars
     if not scope.is_zero(value):
         return None
-    return _placed(resolve(scope, g), pad_move(eqn.params["padding_config"]), g.aval.shape, eqn.params["padding_config"])
+    return _placed(
+        resolve(scope, g), pad_move(eqn.params["padding_config"]), g.aval.shape, eqn.params["padding_config"]
+    )
 
 
 @combining("concatenate")
@@ -479,7 +499,10 @@ def _concatenate(scope, eqn):
 
 
 def _placed(terms, move, shape, config):
-    box = tuple((int(low), int(low) + max(n - 1, 0) * (int(inner) + 1) + 1) for n, (low, _, inner) in zip(shape, config, strict=True))
+    box = tuple(
+        (int(low), int(low) + max(n - 1, 0) * (int(inner) + 1) + 1)
+        for n, (low, _, inner) in zip(shape, config, strict=True)
+    )
     return [t.move(dataclasses.replace(move, box=box)) for t in terms]
 
 
@@ -574,8 +597,8 @@ def _out_of_carry(scope, i, eqn, scan, position) -> list[Term] | None:
     if len(kept) != 1:
         return None
     summed = []
-    for term in added:
-        if isinstance(term, Formed) and not scope.tokens:
+    for term in as_one_use(added) if scope.tokens else added:
+        if isinstance(term, Formed) and not term.bytes_each and not scope.tokens:
             return None  # accumulated where it is: the sum is smaller than its summands
         operands, axes = zip(*[_lift_from_scan(scope, i, scan, a) for a in term.operands], strict=True)
         whole = term.sum_over(operands, axes, scan.length)
@@ -592,7 +615,7 @@ def _moves(term: Term) -> bool:
 def _out_of_branches(scope, i, eqn, position) -> list[Term] | None:
     """One term for every branch, whose operands are zero where another branch was taken."""
     terms = []
-    for k in range(len(compat.branches(eqn))):
+    for k in range(_count(eqn)):
         inner = scope.inner[i, k]
         out = inner.jaxpr.outvars[position]
         inner.gradients.add(out)
@@ -603,10 +626,14 @@ def _out_of_branches(scope, i, eqn, position) -> list[Term] | None:
     return terms
 
 
+def _count(eqn) -> int:
+    return len(compat.branches(eqn) or ())
+
+
 def _guarded(term: Term, scope, i, k, eqn) -> Term:
     """An operand from inside the branch is zero when another is taken; one from outside is not, so the term is scaled."""
     lifted = term.with_operands(_lift(scope, i, k, a) for a in term.operands)
-    count = len(compat.branches(eqn))
+    count = _count(eqn)
     return lifted.scaled(lambda index: jnp.clip(index, 0, count - 1) == k, (eqn.invars[0],))
 
 
@@ -663,11 +690,12 @@ class Tokens(Term):
                     f'granularity="token" has no meaning for a gradient that a loop accumulates by other operations than '
                     f'dense layers, convolutions and lookups ({term.source}). Write granularity="example".'
                 )
+        terms, moves = common_moves(as_one_use(terms))
         first = terms[0]
         return Tokens(
             operands=sum((t.operands for t in terms), ()),
             prepare=_never,
-            moves=(),
+            moves=moves,
             shapes=(),
             rule=first.rule if len(terms) == 1 else "shared",
             source=first.source,

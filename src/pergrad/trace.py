@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import compat
+from .statistics import is_integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +43,23 @@ class Problem:
 
 
 def _indices(given, name: str, count: int) -> tuple[int, ...]:
-    out = []
+    out: list[int] = []
+    if count == 0:
+        raise ValueError(
+            "the step was called without positional arguments; expected those of the loss. Write `step(params, batch)`: "
+            "arguments given by keyword are passed on to the loss, but are neither parameters nor examples."
+        )
     for i in given if isinstance(given, tuple) else (given,):
-        if isinstance(i, bool) or not isinstance(i, int) or not -count <= i < count:
+        if not is_integer(i) or not -count <= i < count:
             raise ValueError(
                 f"{name} was given {given!r}, but the loss was called with {count} positional "
                 f"argument{'s' * (count != 1)}: expected an index, or a tuple of indices, from 0 to {count - 1}. "
                 f"Write, for example, `{name}={0 if name == 'argnums' else max(count - 1, 0)}`, and pass that "
                 "argument by position."
             )
-        out.append(i % count)
+        if int(i) % count in out:
+            raise ValueError(f"{name} was given {given!r}: expected distinct indices. Write each argument once.")
+        out.append(int(i) % count)
     return tuple(out)
 
 
@@ -70,6 +78,8 @@ def make_problem(loss: Callable, signature: Signature, args: Sequence[Any], kwar
 
     examples, size, batch_tree = _examples([args[i] for i in batch], batch)
     keys, prng_tree = _split_keys([args[i] for i in prng], size)
+
+    params = compat.vary_like(params, examples)
 
     def rebuild(params, example):
         full = list(args)
@@ -134,7 +144,7 @@ def _examples(batch_args: list[Any], argnums: tuple[int, ...]) -> tuple[list[jax
             array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
         except TypeError as error:
             raise TypeError(
-                f"the batch holds {type(leaf).__name__} at {name}; expected arrays with the examples on their "
+                f"the batch holds {_describe(leaf)} at {name}; expected arrays with the examples on their "
                 "leading axis. Pass anything else through an argument that is not in `batch_argnums`."
             ) from error
         if array.ndim == 0:
@@ -169,7 +179,8 @@ def _split_keys(prng_args: list[Any], size: int) -> tuple[list[jax.Array], Any]:
     for key in leaves:
         typed = jnp.issubdtype(getattr(key, "dtype", np.float32), jax.dtypes.prng_key)
         shape, dtype = getattr(key, "shape", None), getattr(key, "dtype", type(key).__name__)
-        if not ((typed and shape == ()) or (not typed and dtype == np.uint32 and len(shape or ()) == 1)):
+        legacy = not typed and dtype == np.uint32 and shape == jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape
+        if not (legacy or (typed and shape == ())):
             raise TypeError(
                 f"prng_argnums names an argument that is {dtype} of shape {shape}; expected one random key, which is "
                 "split into one per example. Write `jax.random.key(0)`; keys that are already one per example are "
@@ -189,7 +200,7 @@ def _checked(out: Any, signature: Signature) -> tuple[jax.Array, Any]:
         value, aux = out
     else:
         value, aux = out, None
-    if not isinstance(value, (jax.Array, np.ndarray, np.generic, float)) or jnp.shape(value) != ():
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic, float, int)) or jnp.shape(value) != ():
         hint = (
             "Write `return value, aux` together with `has_aux=True`."
             if isinstance(value, tuple) and not signature.has_aux
@@ -212,7 +223,7 @@ def _checked(out: Any, signature: Signature) -> tuple[jax.Array, Any]:
 
 def _describe(x: Any) -> str:
     if isinstance(x, (jax.Array, np.ndarray, np.generic)):
-        return f"an array of shape {jnp.shape(x)} and dtype {jnp.result_type(x)}"
+        return f"an array of shape {x.shape} and dtype {x.dtype}"
     if isinstance(x, tuple):
         return f"a tuple ({', '.join(_describe(e) for e in x)})"
     return f"{type(x).__name__} {x!r}" if isinstance(x, (str, bool, int, float)) else type(x).__name__
@@ -223,7 +234,7 @@ def example_jaxpr(problem: Problem) -> tuple[Any, Sequence[Any], Any]:
 
     JAX's own differentiation has by then dealt with scan, remat, custom_vjp, cond and jit.
     """
-    example = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in problem.examples]
+    example = jax.eval_shape(lambda arrays: [x[0] for x in arrays], problem.examples)
     jaxpr, consts, out = compat.make_jaxpr(problem.one, problem.params, example)
     effects = compat.side_effects(jaxpr)
     if effects:
@@ -236,9 +247,10 @@ def example_jaxpr(problem: Problem) -> tuple[Any, Sequence[Any], Any]:
     return jaxpr, consts, out
 
 
-def takes_argument(fun: Callable, name: str) -> bool:
-    """Does ``fun`` name an argument so?"""
+def leaves_open(fun: Callable, name: str, args: Sequence[Any]) -> bool:
+    """Does ``fun`` have an argument of this name that the positional ``args`` do not fill?"""
     try:
-        return name in inspect.signature(fun).parameters
+        signature = inspect.signature(fun)
+        return name in signature.parameters and name not in signature.bind_partial(*args).arguments
     except (TypeError, ValueError):
         return False

@@ -14,7 +14,8 @@ def register(*primitives: str) -> Callable[[Callable], Callable]:
     """Make a function the rule for equations of these primitives."""
 
     def add(rule):
-        RULES.update(dict.fromkeys(primitives, rule))
+        for primitive in primitives:
+            RULES[primitive] = rule
         return rule
 
     return add

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..statistics import Stack, Sum
+from .. import compat
+from ..statistics import Mean, Stack
 
 # ---------------------------------------------------------------------------------------- moves
 
@@ -29,7 +30,7 @@ from ..statistics import Stack, Sum
 class Move:
     """A step that moves coordinates, repeats or drops them, or fills in zeros, and computes nothing.
 
-    A coordinatewise statistic passes through it: Σφ(move(g)) = move(Σφ(g)), filled with Σφ(0).
+    A coordinatewise statistic passes through it: E φ(move(g)) = move(E φ(g)), filled with φ(0).
     """
 
     name: str
@@ -81,12 +82,17 @@ def _empty(moves, g):
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The operands of a term for all examples: batched ones carry the examples on axis 0, others are shared."""
+    """The operands of a term for all examples: batched ones carry the examples on axis 0, others are shared.
+
+    ``weight`` is what one example counts for in a `Mean`: one over the number of examples that count, in all parts
+    of the batch. Rules put it into a small factor, so that no pass over the parameters is spent on it.
+    """
 
     operands: tuple[jax.Array, ...]
     batched: tuple[bool, ...]
     size: int
     mask: jax.Array | None = None
+    weight: Any = 1.0
 
     def vmap(self, fn: Callable) -> Any:
         """``fn`` of each example's operands, results stacked on axis 0."""
@@ -100,7 +106,21 @@ class Batch:
         out = self.vmap(fn)
         if self.mask is not None:
             out = [jnp.where(self.mask.reshape((-1,) + (1,) * (x.ndim - 1)), x, jnp.zeros((), x.dtype)) for x in out]
-        return Batch(tuple(out), (True,) * len(out), self.size, self.mask)
+        return self.having(out, (True,) * len(out))
+
+    def having(self, operands: Sequence[jax.Array], batched: Sequence[bool]) -> Batch:
+        """The same examples with other operands."""
+        return dataclasses.replace(self, operands=tuple(operands), batched=tuple(batched))
+
+    def spread(self, operands: Sequence[jax.Array], tokens: int) -> Batch:
+        """Every token an example of its own; ``operands`` carry [size · tokens] on axis 0."""
+        mask = None if self.mask is None else jnp.repeat(self.mask, tokens)
+        return Batch(tuple(operands), (True,) * len(operands), self.size * tokens, mask, self.weight)
+
+    @property
+    def share(self) -> Any:
+        """What the examples of this part that count amount to, of all."""
+        return self.weight * (self.size if self.mask is None else jnp.sum(self.mask))
 
 
 def in_chunks(
@@ -118,11 +138,11 @@ def in_chunks(
     def part(given: Sequence[jax.Array], size: int) -> list[jax.Array]:
         rest = iter(given)
         operands = tuple(next(rest) if b else x for x, b in zip(batch.operands, batch.batched, strict=True))
-        return list(run(Batch(operands, batch.batched, size, next(rest, None))))
+        return list(run(Batch(operands, batch.batched, size, next(rest, None), batch.weight)))
 
     folded = [x[:cut].reshape(count, chunk, *x.shape[1:]) for x in arrays]
-    shapes = jax.eval_shape(lambda xs: part([x[0] for x in xs], chunk), folded)
-    sums = [jnp.zeros(s.shape, s.dtype) for s, p in zip(shapes, per_example, strict=True) if not p]
+    first = compat.zeros_of(lambda xs: part([x[0] for x in xs], chunk), folded)
+    sums = [s for s, p in zip(first, per_example, strict=True) if not p]
 
     def step(sums, xs):
         out = part(xs, chunk)
@@ -136,9 +156,7 @@ def in_chunks(
     out = [next(kept) if p else next(sums) for p in per_example]
     if cut < batch.size:
         tail = part([x[cut:] for x in arrays], batch.size - cut)
-        out = [
-            jnp.concatenate([a, b]) if p else a + b for a, b, p in zip(out, tail, per_example, strict=True)
-        ]
+        out = [jnp.concatenate([a, b]) if p else a + b for a, b, p in zip(out, tail, per_example, strict=True)]
     return out
 
 
@@ -232,6 +250,11 @@ class Term:
         """A term and batch in which every position is an example of its own, its gradient times ``scale``."""
         raise NotImplementedError
 
+    @property
+    def reason(self) -> str:
+        """Why this rule serves it, for `explain`."""
+        return self.why
+
     # What all share: ------------------------------------------------------------------------
 
     def example(self, *operands):
@@ -240,6 +263,14 @@ class Term:
     @property
     def isometric(self) -> bool:
         return all(m.isometric for m in self.moves)
+
+    def shapes_before_moves(self) -> list[tuple[int, ...]]:
+        """The shape that each move is given."""
+        shapes, g = [], jax.eval_shape(self.form, *self.shapes)
+        for move in self.moves:
+            shapes.append(g.shape)
+            g = jax.eval_shape(move, g)
+        return shapes
 
     @property
     def form_bytes(self) -> int:
@@ -277,10 +308,10 @@ def formed_route(form: Callable[..., jax.Array], reductions, bytes_each: float, 
 
     def run(batch: Batch):
         g = batch.vmap(form)
-        return [r.of(g, batch.mask) for r in reductions]
+        return [r.of(g, batch.mask) * batch.weight if isinstance(r, Mean) else r.of(g, batch.mask) for r in reductions]
 
     chunk = budget.size if any(isinstance(r, Stack) for r in reductions) else budget.chunk(bytes_each)
-    sums = sum(isinstance(r, Sum) for r in reductions)
+    sums = sum(isinstance(r, Mean) for r in reductions)
     cost = flops + 2.0 * max(sums, 1) * budget.size * bytes_each / 4
     return Route(_in_chunks_of(chunk, budget.size), tuple(reductions), run, chunk, cost, chunk * bytes_each)
 

@@ -5,7 +5,7 @@ JAX writes the kernel's gradient as a convolution again, of the input with the c
     g[i, o, k] = Σ_{c, p} lhs[i, c, k·stride + p·dilation] rhs[o, c, p],
 
 with k the offsets within the kernel, p the output positions and c the images of one example (mostly 1). With the
-patches x[(c, p), (i, k)] = lhs[i, c, k·stride + p·dilation] this is the contraction of a dense layer, and all that
+patches x[(c, p), (k, i)] = lhs[i, c, k·stride + p·dilation] this is the contraction of a dense layer, and all that
 `dense` says holds. Patches are many times larger than the input, so they are made for a few examples at a time, by
 strided slices along one axis after the other: never for the batch, and never a convolution with B groups.
 """
@@ -34,43 +34,32 @@ def convolution(scope, eqn) -> Contraction | None:
     groups = max(feature_groups, batch_groups)
     offsets = [out.shape[a] for a in d.out_spec[2:]]
     positions = [rhs.aval.shape[a] for a in d.rhs_spec[2:]]
+    i, c = lhs.aval.shape[d.lhs_spec[0]] // batch_groups, rhs.aval.shape[d.rhs_spec[1]]
+    o = rhs.aval.shape[d.rhs_spec[0]] // groups
+    n = len(offsets)
 
     def prepare(lhs, rhs):
-        # lhs -> [i, c, *space], rhs -> [o, c', *positions], in canonical order
-        lhs, rhs = jnp.transpose(lhs, d.lhs_spec), jnp.transpose(rhs, d.rhs_spec)
-        zero = jnp.zeros((), lhs.dtype)
-        padding = [(low, high, dilation - 1) for (low, high), dilation in zip(p["padding"], p["lhs_dilation"], strict=True)]
-        lhs = jax.lax.pad(lhs, zero, [(0, 0, 0), (0, 0, 0), *padding])
-        for axis in range(len(offsets)):
-            lhs = _patches(lhs, 2 + 2 * axis, offsets[axis], positions[axis], p["window_strides"][axis], p["rhs_dilation"][axis])
-        # lhs is [i, c, k1, p1, k2, p2, ...]: bring it to [group, (c, p), (i, k)], and rhs to [group, (c, p), o]
-        n = len(offsets)
-        ks, ps = [2 + 2 * a for a in range(n)], [3 + 2 * a for a in range(n)]
-        i, c = lhs.shape[:2]
-        k, q = size_of(offsets), size_of(positions)
-        x = jnp.transpose(lhs, (0, 1, *ps, *ks)).reshape(i, c, q, k)
-        delta = rhs.reshape(rhs.shape[0], rhs.shape[1], q)
-        o = delta.shape[0] // groups
-        delta = delta.reshape(groups, o, delta.shape[1], q)
-        # Groups split i and o (batch groups) or c and o (feature groups); each pairs with its own.
-        if batch_groups > 1:
-            x = x.reshape(groups, i // groups, c, q, k)
-        else:
-            x = jnp.moveaxis(x.reshape(i, groups, c // groups, q, k), 1, 0)
-        x = jnp.transpose(x, (0, 2, 3, 1, 4)).reshape(groups, x.shape[2] * q, x.shape[1] * k)
-        delta = jnp.transpose(delta, (0, 2, 3, 1)).reshape(groups, delta.shape[2] * q, o)
+        # Channels last, so that patches of channels-last images need no transposition: lhs[c, *space, i], rhs[c, *p, o].
+        lhs = jnp.transpose(lhs, (d.lhs_spec[1], *d.lhs_spec[2:], d.lhs_spec[0]))
+        rhs = jnp.transpose(rhs, (d.rhs_spec[1], *d.rhs_spec[2:], d.rhs_spec[0]))
+        padding = [(low, high, gap - 1) for (low, high), gap in zip(p["padding"], p["lhs_dilation"], strict=True)]
+        lhs = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0), *padding, (0, 0, 0)])
+        for a in range(n):  # each adds its offsets before i: [c, *p, *k, i] at the end
+            lhs = _patches(lhs, 1 + a, offsets[a], positions[a], p["window_strides"][a], p["rhs_dilation"][a])
+        q, k = size_of(positions), size_of(offsets)
+        # Groups split o, and with it i (batch groups) or c (feature groups); each pairs with its own.
+        x = lhs.reshape(feature_groups, c, q, k, batch_groups, i)
+        x = jnp.transpose(x, (0, 4, 1, 2, 3, 5)).reshape(groups, c * q, k * i)
+        delta = jnp.moveaxis(rhs.reshape(c, q, groups, o), 2, 0).reshape(groups, c * q, o)
         return x, delta
 
-    i = lhs.aval.shape[d.lhs_spec[0]] // batch_groups
-    o = rhs.aval.shape[d.rhs_spec[0]] // groups
-    # g comes as [group, (i, k), o]; the output wants [i, (group, o), k] on the axes of out_spec.
-    order = (2 - 1, 0, 2 + len(offsets), *range(2, 2 + len(offsets)))
+    # g comes as [group, (*k, i), o]; the output wants [i, (group, o), *k] on the axes of out_spec.
+    order = (1 + n, 0, 2 + n, *range(1, 1 + n))
     inverse = tuple(int(a) for a in np.argsort(d.out_spec))
-    spec = [out.shape[a] for a in d.out_spec]
     moves = (
-        reshaped((groups, i, *offsets, o)),
+        reshaped((groups, *offsets, i, o)),
         Move("transpose", lambda g: jnp.transpose(g, order), (order,)),
-        reshaped(spec),
+        reshaped([out.shape[a] for a in d.out_spec]),
         Move("transpose", lambda g: jnp.transpose(g, inverse), (inverse,)),
     )
 
@@ -93,8 +82,7 @@ def convolution(scope, eqn) -> Contraction | None:
             p["preferred_element_type"],
         )
         g = jnp.transpose(g, d.out_spec).reshape(i, groups, o, *offsets)
-        back = (1, 0, *range(3, 3 + len(offsets)), 2)
-        return jnp.transpose(g, back).reshape(groups, i * size_of(offsets), o)
+        return jnp.transpose(g, (1, *range(3, 3 + n), 0, 2)).reshape(groups, size_of(offsets) * i, o)
 
     return Contraction(
         operands=(lhs, rhs),
@@ -110,16 +98,13 @@ def convolution(scope, eqn) -> Contraction | None:
 
 
 def _patches(x, axis, offsets, positions, stride, dilation):
-    """out[..., k, p, ...] = x[..., k·stride + p·dilation, ...] on one axis."""
-    reach = (positions - 1) * dilation + 1
-    return jnp.stack(
-        [
-            jax.lax.slice_in_dim(x, k * stride, k * stride + reach, dilation, axis) if positions else
-            jax.lax.slice_in_dim(x, 0, 0, 1, axis)
-            for k in range(offsets)
-        ],
-        axis,
-    )
+    """out[..., p, ..., k, i] = x[..., k·stride + p·dilation, ..., i], with p in the place of the axis."""
+    reach = (positions - 1) * dilation + 1 if positions else 0
+    parts = [
+        jax.lax.slice_in_dim(x, k * stride, k * stride + reach, dilation if positions else 1, axis)
+        for k in range(offsets)
+    ]
+    return jnp.stack(parts, axis=-2)
 
 
 def _merge(x, axis, groups):

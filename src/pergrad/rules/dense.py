@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..statistics import IDENTITY, SquaredNorm, Sum, accumulator
+from ..statistics import IDENTITY, Mean, SquaredNorm, accumulator
 from . import register
 from .base import Batch, Budget, Move, Route, Term, formed_route, leading, mapped, reshaped, shape_of, size_of
 
@@ -42,6 +42,11 @@ class Contraction(Term):
         return s, t, m, n
 
     @property
+    def reason(self):
+        what, t = "patches" if self.patches else "activations", self.dims[1]
+        return self.why or f"contracts {what} with cotangents at {t} position{'s' * (t != 1)} of each example"
+
+    @property
     def _operand_bytes(self) -> int:
         return sum(size_of(a.shape) * a.dtype.itemsize for a in self.shapes)
 
@@ -55,7 +60,15 @@ class Contraction(Term):
         return jnp.einsum(spec, x, delta, precision=self.precision, preferred_element_type=dtype)
 
     def form(self, x, delta):
+        if len(x) == 1:  # written without the axis s: XLA would transpose for it
+            return self.einsum("tm,tn->mn", x[0], delta[0])[None]
         return self.einsum("stm,stn->smn", x, delta)
+
+    def batch_sum(self, x, delta):
+        """Σ_b x_bᵀδ_b, one contraction over examples and positions."""
+        if x.shape[1] == 1:
+            return self.einsum("tm,tn->mn", *(a.reshape(-1, a.shape[3]) for a in (x, delta)))[None]
+        return self.einsum("bstm,bstn->smn", x, delta)
 
     def routes(self, reductions: Sequence[Any], budget: Budget) -> list[Route]:
         s, t, m, n = self.dims
@@ -67,7 +80,7 @@ class Contraction(Term):
         memory = self.form_bytes
         tile = dataclasses.replace(budget, chunk_bytes=min(budget.chunk_bytes, max(b * operand_bytes, 2 * memory)))
 
-        sums = [r for r in reductions if isinstance(r, Sum)]
+        sums = [r for r in reductions if isinstance(r, Mean)]
         outer = [r for r in sums if r.phi.multiplicative] if t == 1 else []
         plain = [r for r in sums if r.phi == IDENTITY] if len(sums) == 1 and (self.total or not self.patches) else []
         norm = [r for r in reductions if isinstance(r, SquaredNorm)]
@@ -96,24 +109,29 @@ class Contraction(Term):
             name = f"{t} × {t} products of positions" if t > 1 else "products of the factors' norms"
             routes.append(Route(name, tuple(norm), self._squared_norms, chunk, cost, chunk * pairs))
         if formed:
-            form = lambda *raw: self.form(*self.prepare(*raw))  # noqa: E731
+            form = lambda *raw: self.form(*self.prepare(*raw))
             routes.append(formed_route(form, formed, memory, tile, matmul))
         return routes
 
     def _plain_sum(self, batch: Batch):
         if self.total is not None:
-            return [self.total(batch)]
-        return [self.einsum("bstm,bstn->smn", *batch.prepared(self.prepare).operands)]
+            return [self.total(batch) * batch.weight]
+        x, delta = batch.prepared(self.prepare).operands
+        return [self._weighted(x, delta, batch.weight)]
+
+    def _weighted(self, x, delta, weight):
+        """weight · Σ_b x_bᵀδ_b: the weight goes into the smaller factor, unless it would be rounded there."""
+        if jnp.finfo(delta.dtype).bits < 32:
+            return self.batch_sum(x, delta) * weight
+        return self.batch_sum(x, delta * jnp.asarray(weight, delta.dtype))
 
     def _outer_sums(self, phis, batch: Batch):
         x, delta = batch.prepared(self.prepare).operands
-        # φ is taken in float32 or wider: the square of a small float16 would be lost.
-        return [
-            self.einsum("bstm,bstn->smn", x, delta)
-            if phi == IDENTITY
-            else self.einsum("bstm,bstn->smn", phi(x), phi(delta))
-            for phi in phis
-        ]
+        out = []
+        for phi in phis:  # φ is taken in float32 or wider: the square of a small float16 would be lost
+            factors = (x, delta) if phi == IDENTITY else (phi(x), phi(delta))
+            out.append(self._weighted(factors[0], factors[1], batch.weight))
+        return out
 
     def _squared_norms(self, batch: Batch):
         x, delta = batch.prepared(self.prepare).operands
@@ -161,10 +179,9 @@ class Contraction(Term):
         x, delta = prepared.operands  # [b, s, t, m] -> [b·t, s, 1, m]
         operands = tuple(jnp.moveaxis(a, 2, 1).reshape(-1, a.shape[1], 1, a.shape[3]) for a in (x, delta * scale))
         t = self.dims[1]
-        mask = None if prepared.mask is None else jnp.repeat(prepared.mask, t)
         shapes = tuple(jax.ShapeDtypeStruct((a.shape[0], 1, a.shape[2]), a.dtype) for a in self.shapes)
         term = dataclasses.replace(self, prepare=lambda *ops: ops, shapes=shapes, total=None)
-        return term, Batch(operands, (True, True), prepared.size * t, mask)
+        return term, prepared.spread(operands, t)
 
     def move(self, move: Move) -> Term:
         # g[m, n] transposed is the contraction with its sides exchanged: terms of one weight used both ways, or
@@ -182,16 +199,16 @@ class Contraction(Term):
         if after:
             return None
         (perm,) = move.params
+        prepare = self.prepare
         for k in range(len(shape) + 1):  # the first k axes are m's, the rest n's
-            if size_of(shape[:k]) == m and size_of(shape[k:]) == n:
-                if tuple(perm) == (*range(k, len(shape)), *range(k)):
-                    prepare = self.prepare
-                    return dataclasses.replace(
-                        self,
-                        prepare=lambda *ops: prepare(*ops)[::-1],
-                        shapes=self.shapes[::-1],
-                        moves=(reshaped([shape[p] for p in perm]),),
-                    )
+            sides = size_of(shape[:k]), size_of(shape[k:])
+            if sides == (m, n) and tuple(perm) == (*range(k, len(shape)), *range(k)):
+                return dataclasses.replace(
+                    self,
+                    prepare=lambda *ops: prepare(*ops)[::-1],
+                    shapes=self.shapes[::-1],
+                    moves=(reshaped([shape[p] for p in perm]),),
+                )
         return None
 
 
@@ -206,9 +223,13 @@ def dense(scope, eqn) -> Contraction | None:
     if not jnp.issubdtype(out.dtype, jnp.floating):
         return None
     varying = [v for v in eqn.invars if scope.varies(v)]
-    if len(varying) < 2 and any(size_of(v.aval.shape) > size_of(out.shape) for v in varying):
-        # A per-example matrix times a shared one, and the product is smaller: it ends no layer, it is its sequel.
-        return None
+    if len(varying) == 1:
+        # Something per example times something shared. That may be the end of a layer (whose cotangents are the same
+        # for all examples) or the sequel of one (a weight's gradient, times another weight). Where the product is
+        # the smaller, it is as well taken as it is; but the positions of a layer must not be lost.
+        larger = size_of(varying[0].aval.shape) >= size_of(out.shape)
+        if scope.is_weight_gradient(varying[0]) or (larger and not scope.tokens):
+            return None
     contracted, kept = eqn.params["dimension_numbers"]
     orders = []
     for side in (0, 1):
@@ -236,7 +257,7 @@ def dense(scope, eqn) -> Contraction | None:
 def joined(terms: Sequence[Contraction]) -> Contraction | None:
     """Several uses of one weight as one: contractions of equal form, laid one after the other along t."""
     first = terms[0]
-    if not all(isinstance(t, Contraction) and t.moves == first.moves and t.precision == first.precision for t in terms):
+    if not all(t.moves == first.moves and t.precision == first.precision for t in terms):
         return None
     if len({(t.dims[0], *t.dims[2:]) for t in terms}) > 1 or any(t.patches for t in terms):
         return None

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..statistics import SquaredNorm, Sum, accumulator
+from ..statistics import IDENTITY, Mean, SquaredNorm, accumulator
 from . import register
 from .base import Batch, Budget, Move, Route, Term, formed_route, leading, mapped, reshaped, shape_of, size_of
 
@@ -32,6 +32,11 @@ class Rows(Term):
     """g[v, w] = Σ_r [key_r = v] u[r, w]; the prepared operands are the keys and u."""
 
     height: int = 0  # V
+
+    @property
+    def reason(self):
+        r = self.tokens()
+        return self.why or f"adds {r} row{'s' * (r != 1)} of each example to a table of {self.height}"
 
     def form(self, keys, updates):
         table = jnp.zeros((self.height, updates.shape[1]), accumulator(updates.dtype))
@@ -43,36 +48,39 @@ class Rows(Term):
 
     def routes(self, reductions: Sequence[Any], budget: Budget) -> list[Route]:
         (r, width), b = self.shapes[1].shape, budget.size
-        by_row = [x for x in reductions if isinstance(x, Sum | SquaredNorm)]
+        by_row = [x for x in reductions if isinstance(x, Mean | SquaredNorm)]
         rest = [x for x in reductions if x not in by_row]
         cost = 1.0 * b * r * width
         routes = []
         if by_row:
-            name = "sums of equal rows, scattered once" if r > 1 else "rows scattered once"
-            run = lambda batch: self._by_row(by_row, batch.prepared(self.prepare))  # noqa: E731
-            routes.append(Route(name, tuple(by_row), run, b, cost * (1 + len(by_row)), 8.0 * b * r * width))
+            # The mean is linear: equal rows may as well be summed in the table.
+            distinct = r > 1 and any(x != Mean(IDENTITY) for x in by_row)
+            name = "sums of equal rows, scattered once" if distinct else "rows scattered once"
+            run = lambda batch: self._by_row(by_row, batch.prepared(self.prepare), distinct)
+            held = 8.0 * b * r * width if distinct else 0.0
+            routes.append(Route(name, tuple(by_row), run, b, cost * (distinct + len(by_row)), held))
         if rest:
-            form = lambda *raw: self.form(*self.prepare(*raw))  # noqa: E731
+            form = lambda *raw: self.form(*self.prepare(*raw))
             routes.append(formed_route(form, rest, self.form_bytes, budget, cost))
         return routes
 
-    def _by_row(self, reductions, batch: Batch):
-        keys, rows = jax.vmap(self._distinct)(*batch.operands)  # one row per distinct key, others past the end
+    def _by_row(self, reductions, batch: Batch, distinct: bool):
+        keys, rows = batch.operands
+        keys, rows = self._valid(keys), rows.astype(accumulator(rows.dtype))
+        if distinct:  # one row per distinct key, the others past the end of the table
+            keys, rows = jax.vmap(self._distinct)(keys, rows)
         if batch.mask is not None:
             keys = jnp.where(batch.mask[:, None], keys, self.height)
         out = []
         for reduction in reductions:
             if isinstance(reduction, SquaredNorm):
-                squares = jnp.where((keys < self.height)[..., None], reduction_squares(rows), 0)
+                squares = jnp.where((keys < self.height)[..., None], rows * rows, 0)
                 out.append(jnp.sum(squares, axis=(1, 2)))
             else:
                 out.append(self._scatter(reduction.phi, keys, rows, batch))
         return out
 
     def _distinct(self, keys, updates):
-        keys, updates = self._valid(keys), updates.astype(accumulator(updates.dtype))
-        if len(keys) == 1:
-            return keys, updates
         order = jnp.argsort(keys)
         keys, updates = keys[order], updates[order]
         first = jnp.concatenate([jnp.ones(1, bool), keys[1:] != keys[:-1]])
@@ -82,7 +90,7 @@ class Rows(Term):
         return heads, sums
 
     def _scatter(self, phi, keys, rows, batch: Batch):
-        values = phi(rows)
+        values = phi(rows) * batch.weight
         table = jnp.zeros((self.height, rows.shape[-1]), values.dtype)
         table = table.at[keys.reshape(-1)].add(values.reshape(-1, rows.shape[-1]), mode="drop")
         at_zero = phi.at_zero(rows.dtype)
@@ -90,9 +98,9 @@ class Rows(Term):
             return table
         # Examples that do not touch a row have the coordinate 0 there, and φ(0) is not 0.
         touched = jnp.zeros(self.height, jnp.int32).at[keys.reshape(-1)].add(1, mode="drop")
-        count = batch.size if batch.mask is None else jnp.sum(batch.mask)
-        absent = (count - touched)[:, None]
-        return table + jnp.where(absent > 0, absent * jnp.asarray(at_zero, table.dtype), 0)
+        absent = batch.share - batch.weight * touched[:, None]
+        everywhere = touched == (batch.size if batch.mask is None else jnp.sum(batch.mask))
+        return table + jnp.where(everywhere[:, None], 0, absent * jnp.asarray(at_zero, table.dtype))
 
     def stack(self, operands, axes, length):
         prepare = mapped(self.prepare, axes, length)
@@ -121,9 +129,7 @@ class Rows(Term):
             jax.ShapeDtypeStruct((length * keys.shape[0],), keys.dtype),
             jax.ShapeDtypeStruct((length * updates.shape[0], updates.shape[1]), updates.dtype),
         )
-        return dataclasses.replace(
-            self, operands=operands, prepare=prepare, shapes=shapes, height=height, moves=moves
-        )
+        return dataclasses.replace(self, operands=operands, prepare=prepare, shapes=shapes, height=height, moves=moves)
 
     def tokens(self):
         return self.shapes[0].shape[0]
@@ -134,18 +140,13 @@ class Rows(Term):
     def token_batch(self, prepared, scale):
         keys, updates = prepared.operands
         r = self.tokens()
-        mask = None if prepared.mask is None else jnp.repeat(prepared.mask, r)
         shapes = (
             jax.ShapeDtypeStruct((1,), keys.dtype),
             jax.ShapeDtypeStruct((1, updates.shape[-1]), updates.dtype),
         )
         term = dataclasses.replace(self, prepare=lambda *ops: ops, shapes=shapes)
         operands = (keys.reshape(-1, 1), (updates * scale).reshape(-1, 1, updates.shape[-1]))
-        return term, Batch(operands, (True, True), prepared.size * r, mask)
-
-
-def reduction_squares(rows):
-    return rows * rows
+        return term, prepared.spread(operands, r)
 
 
 def _table(shape, indexed: Sequence[int]) -> tuple[int, int, list[int], tuple[Move, ...]]:
@@ -245,8 +246,6 @@ def sliced(scope, eqn) -> Rows | None:
     def prepare(update, *starts):
         limit = [shape[a] - window[a] for a in indexed]
         at = [jnp.clip(starts[a].astype(jnp.int32), 0, top) for a, top in zip(indexed, limit, strict=True)]
-        return _flatten_windows(
-            jnp.stack(at)[None], update[None], shape, indexed, window, jnp.zeros(1, bool)
-        )
+        return _flatten_windows(jnp.stack(at)[None], update[None], shape, indexed, window, jnp.zeros(1, bool))
 
     return _rows(scope, eqn, indexed, (update, *starts), prepare)

@@ -24,10 +24,17 @@ def generic(scope, atom) -> Formed:
     """The gradient of one example as the backward pass computes it, in bounded memory."""
     eqn = scope.producer_of(atom)
     name, source = (eqn.primitive.name, scope.source(eqn)) if eqn is not None else ("an input", "")
+    if scope.tokens and scope.is_weight_gradient(atom):
+        raise ValueError(
+            f'granularity="token" has no meaning for a parameter whose gradient goes on from a matrix per example '
+            f"(here through `{name}`, {source or 'unknown source'}), such as a masked, normalised or generated weight: its "
+            'positions are summed before. Write granularity="example".'
+        )
     tail = _tail(scope, atom)
     if tail is None:
         direct = name in _COORDINATE_BY_COORDINATE or eqn is None
-        why = f"ends in `{name}`, no larger than the activations it comes from"
+        end = f"ends in `{name}`" if eqn is not None else "is an argument of the loss"
+        why = f"{end}, no larger than the activations it comes from"
         term = formed(scope, atom, "reduction" if direct else "generic", source, why)
         return dataclasses.replace(term, accumulated=name in ("scan", "while"))
     equations, inputs, bytes_each = tail

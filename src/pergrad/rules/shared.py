@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from .base import Budget, Move, Route, Term, formed_route
-from .dense import joined
+from .dense import Contraction, joined
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Shared(Term):
     def form_bytes(self):
         return max(t.form_bytes for t in self.terms)
 
-
     def routes(self, reductions, budget: Budget) -> list[Route]:
         return [formed_route(self.form, reductions, self.form_bytes, budget, self.plain_flops(budget.size))]
 
@@ -44,8 +43,9 @@ def share(terms: Sequence[Term]) -> Term:
     """One term for several that overlap."""
     if len(terms) == 1:
         return terms[0]
-    terms, moves = _common_moves(terms)
-    one = joined(terms)
+    terms, moves = common_moves(terms)
+    contractions = [t for t in terms if isinstance(t, Contraction)]
+    one = joined(contractions) if len(contractions) == len(terms) else None
     if one is not None:
         return dataclasses.replace(one, moves=(*one.moves, *moves), why=f"used {len(terms)} times, as one contraction")
     kinds = sorted({t.rule for t in terms})
@@ -61,10 +61,12 @@ def share(terms: Sequence[Term]) -> Term:
     )
 
 
-def _common_moves(terms: Sequence[Term]) -> tuple[list[Term], tuple[Move, ...]]:
+def common_moves(terms: Sequence[Term]) -> tuple[list[Term], tuple[Move, ...]]:
     """Split off the moves that all terms end with: they are made once, on the statistic."""
+    # Equal moves of differently shaped arrays (two reshapes to one shape) are not the same move.
+    steps = [list(zip(t.moves, t.shapes_before_moves(), strict=True)) for t in terms]
     count = 0
-    while all(len(t.moves) > count for t in terms) and len({t.moves[-1 - count] for t in terms}) == 1:
+    while all(len(s) > count for s in steps) and len({s[-1 - count] for s in steps}) == 1:
         count += 1
     if count == 0:
         return list(terms), ()
@@ -76,7 +78,7 @@ def groups(terms: Sequence[Term]) -> list[list[Term]]:
     """Terms that may touch the same coordinates, together; disjoint ones apart."""
     out: list[tuple[list[Term], list]] = []
     if len(terms) > 1:
-        stripped, _ = _common_moves(terms)
+        stripped, _ = common_moves(terms)
         boxes = [t.moves[-1].box if t.moves else None for t in stripped]
     else:
         boxes = [None] * len(terms)

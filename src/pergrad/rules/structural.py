@@ -16,7 +16,8 @@ STRUCTURAL: dict[str, Callable[[Any], Move | None]] = {}
 
 def structural(*names: str):
     def add(rule):
-        STRUCTURAL.update(dict.fromkeys(names, rule))
+        for name in names:
+            STRUCTURAL[name] = rule
         return rule
 
     return add
@@ -30,6 +31,13 @@ def _reshape(eqn):
 
 def _squeezed(eqn):
     return [eqn.params["dimensions"]] if eqn.primitive.name != "reshape" else []
+
+
+@structural("reduce_sum")
+def _sum_of_one(eqn):
+    """A sum over axes of size 1 (of a bias that was broadcast to [1, 1, n]) is a reshape; others are a rule's."""
+    given, out = eqn.invars[0].aval, eqn.outvars[0].aval
+    return reshaped(out.shape) if given.size == out.size else None
 
 
 @structural("transpose")
@@ -55,8 +63,8 @@ def _rev(eqn):
 
 @structural("slice")
 def _slice(eqn):
-    p = eqn.params
-    start, limit, strides = (tuple(p[k]) if p[k] is not None else None for k in ("start_indices", "limit_indices", "strides"))
+    start, limit = tuple(eqn.params["start_indices"]), tuple(eqn.params["limit_indices"])
+    strides = tuple(eqn.params["strides"] or (1,) * len(start))
     return Move("slice", lambda g: jax.lax.slice(g, start, limit, strides), (start, limit, strides), isometric=False)
 
 
