@@ -27,6 +27,24 @@ STATISTICS = {
     "losses": pg.losses(),
     "per_example": pg.per_example(),
 }
+
+
+def of_all_at_once(built) -> dict[str, Any]:
+    """Statistics that look at all examples or all leaves before they are done: one for every kind of route."""
+    argnums = built.options.get("argnums", 0)
+    params = built.args[argnums] if isinstance(argnums, int) else tuple(built.args[k] for k in argnums)
+    tree = jax.tree.map(lambda p: np.cos(np.arange(np.size(p), dtype=np.float64)).reshape(np.shape(p)), params)
+    return {
+        "clipped": pg.clipped_mean(0.1),
+        "dot": pg.dot(tree, per_leaf=True),
+        "gram": pg.gram(per_leaf=True),
+        "max_abs": pg.max_abs(),
+        # Edges that no gradient comes near by rounding, and none at 0.
+        "histogram": pg.histogram([-np.inf, -0.0123, 0.00456, 2.0]),
+        "reduce": pg.reduce(lambda g: jnp.max(g, axis=0) + jnp.mean(jnp.cos(g), axis=0)),
+    }
+
+
 SCALES = {"per_example": pg.per_example()}  # what every comparison needs, to know the size of the gradients
 
 # Nobody waits for fast code here: compiling is most of the time.
@@ -35,9 +53,8 @@ QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expen
 
 def degree(name: str) -> int:
     """With which power of the gradient a statistic scales."""
-    return {"second_moment": 2, "variance": 2, "mean_square": 2, "third_moment": 3, "sign_mean": 0, "cos": 0}.get(
-        name, 1
-    )
+    none, twice = ("sign_mean", "cos", "histogram", "reduce"), ("second_moment", "variance", "mean_square", "gram")
+    return 0 if name in none else 2 if name in twice else 3 if name == "third_moment" else 1
 
 
 def disagreements(got: dict[str, Any], want: dict[str, Any], rtol: float, fragile: bool = False) -> list[str]:

@@ -504,7 +504,26 @@ def mine(g):
             'no meaning at granularity="token"',
             'granularity="example"',
         )
-        for name, s in [("norms", pg.norms()), ("leaf norms", pg.norms(per_leaf=True)), ("gradients", pg.per_example())]
+        for name, s in [
+            ("norms", pg.norms()),
+            ("leaf norms", pg.norms(per_leaf=True)),
+            ("gradients", pg.per_example()),
+            ("dot", pg.dot(W)),
+            ("cosine", pg.cosine()),
+            ("clipping", pg.clipped_mean(1.0)),
+            ("normalising", pg.normalized_mean()),
+            ("gram", pg.gram()),
+            ("projections", pg.projections(KEY, 8)),
+            ("noise scale", pg.noise_scale()),
+        ]
+    ),
+    Bad(
+        "a statistic with an argument that was not called",
+        lambda: step(loss, pg.quantile),
+        TypeError,
+        "stats is the function quantile",
+        "a statistic",
+        "`pg.quantile(q)`",
     ),
 )
 def test_what_is_asked_for(bad):
@@ -549,6 +568,7 @@ FEW = "examples, but the batch has"
             (pg.std(ddof=4), 4, 5, ("ddof=0", "a larger batch")),
             (pg.mean_square(), 1, 2, ("`pg.mean_square(unbiased=False)`", "a larger batch")),
             (pg.snr(), 1, 2, "a larger batch"),
+            (pg.noise_scale(), 1, 2, "a larger batch"),
         ]
     ),
     *(
@@ -599,6 +619,178 @@ FEW = "examples, but the batch has"
 )
 def test_statistics(bad):
     check(bad)
+
+
+def takes(name, call, given, expected, instead, error=ValueError):
+    return Bad(name, call, error, given, expected, instead)
+
+
+def in_parts(stat):
+    return takes(
+        f"{stat!r} in parts",
+        lambda: step(loss, {"a": stat}, microbatch_size=3)(W, X),
+        (repr(stat), "given microbatch_size=3"),
+        "all 4 examples at once",
+        "without microbatch_size",
+    )
+
+
+def complex_loss(w, x):
+    return jnp.mean(jnp.abs(x @ w) ** 2)
+
+
+@table(
+    *(
+        takes(
+            f"quantile({q!r})", lambda q=q: pg.quantile(q), f"given {q!r}", "numbers from 0 to 1", "`pg.quantile(0.9)`"
+        )
+        for q in (1.5, -0.1, [], [0.5, 2], "0.5", None, True, float("nan"), [[0.5]])
+    ),
+    *(
+        takes(f"trimmed_mean({p!r})", lambda p=p: pg.trimmed_mean(p), f"given {p!r}", "0 ≤ p < 0.5", "`pg.median()`")
+        for p in (0.5, -0.1, 1, "0.1", None, True, float("nan"))
+    ),
+    *(
+        takes(
+            f"histogram({e!r})",
+            lambda e=e: pg.histogram(e),
+            f"given {e!r}",
+            "at least two increasing numbers",
+            "`pg.histogram(np.linspace(-1, 1, 21))`",
+        )
+        for e in ([1], [], 10, [0, 0], [1, 0], [0, float("nan")], None, ["a", "b"], [[0, 1], [1, 2]])
+    ),
+    *(
+        takes(
+            f"clipped_mean({c!r})",
+            lambda c=c: pg.clipped_mean(c),
+            f"given {c!r}",
+            "a positive number",
+            "`pg.clipped_mean(1.0)`",
+        )
+        for c in (0, -1.0, float("nan"), "1", None, True, np.ones(3), [1.0])
+    ),
+    *(
+        takes(
+            f"projections(key, {d!r})",
+            lambda d=d: pg.projections(KEY, d),
+            f"given {d!r}",
+            "a positive integer dim",
+            "`pg.projections(key, 512)`",
+        )
+        for d in (0, -1, 2.0, None, True)
+    ),
+    *(
+        takes(
+            f"projections({name})",
+            lambda k=k: pg.projections(k, 8),
+            f"given {type(k).__name__}",
+            "one random key",
+            "`pg.projections(jax.random.key(0), 512)`",
+            TypeError,
+        )
+        for name, k in [("a number", 0), ("keys", jax.random.split(KEY)), ("floats", np.ones(2)), ("None", None)]
+    ),
+    takes("reduce(5)", lambda: pg.reduce(5), "given int", "a function of an array", "`pg.reduce(lambda g", TypeError),
+    *(
+        takes(
+            f"reduce: {name}",
+            lambda fn=fn: step(loss, pg.reduce(fn))(W, X),
+            ("reduce(<lambda>)", f"it returned {shape}"),
+            "must map [B, …] to […]",
+            "`lambda g: jnp.std(g, axis=0)`",
+        )
+        for name, fn, shape in [("all axes", lambda g: jnp.sum(g), "()"), ("no axis", lambda g: g, "(4, ")]
+    ),
+    takes(
+        "reduce: no where",
+        lambda: masked(TRUE, stats=pg.reduce(lambda g: jnp.std(g, axis=0))),
+        ("reduce(<lambda>)", "was given a mask"),
+        "takes no `where`",
+        "`lambda g, where=None: jnp.std(g, axis=0, where=where)`",
+        TypeError,
+    ),
+    takes(
+        "a tree that is not like the parameters",
+        lambda: step(loss, pg.dot({"w": W}))(W, X),
+        ("dot(tree)", "leaves ['w']"),
+        "expected params",
+        "`jax.tree.map(jnp.ones_like, params)`",
+    ),
+    takes(
+        "a tree of other shapes",
+        lambda: step(loss, pg.cosine(W.T))(W, X),
+        ("cosine(tree)", "shape (2, 3)"),
+        "expected (3, 2)",
+        "the parameters' shapes",
+    ),
+    takes(
+        "a complex tree",
+        lambda: step(loss, pg.dot(1j * W))(W, X),
+        ("dot(tree)", "at params it is complex"),
+        "where the parameter is float32",
+        "its real and its imaginary part",
+        TypeError,
+    ),
+    takes(
+        "noise of no leaf",
+        lambda: step(lambda p, x: loss(p["w"], x), pg.noise_scale(only="norm"))({"w": W}, X),
+        "pg.noise_scale(only='norm') matches no parameter",
+        "there are ['w']",
+        '`only="norm|scale"`',
+    ),
+    takes(
+        "noise of a list of leaves",
+        lambda: pg.noise_scale(only=["norm"]),
+        "given ['norm']",
+        "a regular expression or a function",
+        '`pg.noise_scale(only="norm|scale")`',
+        TypeError,
+    ),
+    *map(
+        in_parts,
+        [pg.median(), pg.mad(), pg.quantile(0.1), pg.trimmed_mean(0.1), pg.reduce(loss), pg.cosine(), pg.gram()],
+    ),
+    *(
+        takes(
+            f"{s!r} of complex parameters",
+            lambda s=s: step(complex_loss, s)(W.astype(np.complex64), X),
+            f"{name} orders the values of a coordinate; given complex",
+            "which have no order",
+            "two parameters",
+            TypeError,
+        )
+        for name, s in [
+            ("median, mad, quantile and trimmed_mean", pg.median()),
+            ("median, mad, quantile and trimmed_mean", pg.trimmed_mean(0.1)),
+            ("histogram", pg.histogram([0, 1])),
+        ]
+    ),
+    takes(
+        "projections of complex parameters",
+        lambda: step(complex_loss, pg.projections(KEY, 8))(W.astype(np.complex64), X),
+        "given complex ones",
+        "projections takes real parameters",
+        "two parameters",
+        TypeError,
+    ),
+)
+def test_the_catalogue(bad):
+    check(bad)
+
+
+def test_a_function_of_all_examples_sees_all_examples():
+    """Not one of them, while its shapes are worked out: medians of means divide the batch into groups."""
+    groups = pg.reduce(lambda g: jnp.median(jnp.mean(g.reshape(2, 2, *g.shape[1:]), axis=1), axis=0))
+    for options in ({}, {"chunk_bytes": 1}, {"impl": "vmap"}):
+        stats = {"a": groups, "g": pg.mean()}
+        _, out = step(lambda p, x: loss(p["w"], x), stats, **options)({"w": W, "unused": W}, X)
+        jax.tree.map(lambda a, g: np.testing.assert_allclose(a, g, rtol=1e-5), out["a"], out["g"])  # of two groups
+
+
+def test_a_batch_in_one_part_needs_no_merging():
+    """microbatch_size=B is the whole batch."""
+    step(loss, (pg.median(), pg.gram()), microbatch_size=4)(W, X)
 
 
 def test_variance_of_tokens_of_one_example():

@@ -191,14 +191,14 @@ def report(program, call, problems):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=30)
+@settings(max_examples=18)
 @given(data=st.data())
 def test_surgery_agrees_with_the_twin(family, data):
     check(data.draw(programs(family)), data.draw(calls()))
 
 
 @pytest.mark.parametrize("family", NAN_FAMILIES)
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_nans_are_where_the_twin_has_them(family, data):
     check_nans(data.draw(programs(family)), data.draw(NAN_CALLS), data.draw(st.integers(0, 50)))

@@ -154,9 +154,9 @@ def test_coordinatewise(mask, options):
             if name == "snr":  # where the examples agree but for rounding, both are large or infinite
                 agree = stack()[leaf][keep].std(0) < 1e-8 * np.abs(stack()[leaf]).max(initial=1e-300)
                 a, b = np.where(agree & (b != 0), 0, a), np.where(agree & (b != 0), 0, b)
-            np.testing.assert_allclose(
-                a, b, rtol=1e-6 if loose else 1e-9, atol=1e-9 if loose else 1e-13, err_msg=f"{name} of {leaf}"
-            )
+            # A float32 sum is rounded relative to its terms, which here are up to a hundred times a gradient.
+            atol = 1e-6 if name in COUNTS else 1e-9 if loose else 1e-13
+            np.testing.assert_allclose(a, b, rtol=1e-6 if loose else 1e-9, atol=atol, err_msg=f"{name} of {leaf}")
 
 
 @SERVED

@@ -31,6 +31,20 @@ STATISTICS = {
     "mean_square": (pg.mean_square(), lambda g: g.mean(0) ** 2 - g.var(0, ddof=1) / len(g)),
     "cos": (pg.elementwise(jnp.cos), lambda g: np.cos(g).mean(0)),
     "exp": (pg.elementwise(jnp.exp), lambda g: np.exp(g).mean(0)),
+    "max_abs": (pg.max_abs(), lambda g: np.abs(g).max(0)),
+    "histogram": (pg.histogram([-9, -0.0123, 0.00456, 9]), lambda g: np.stack([
+        ((g >= a) & (g < b)).sum(0) for a, b in [(-9, -0.0123), (-0.0123, 0.00456), (0.00456, 9)]
+    ])),
+}  # fmt: skip
+# What needs all tokens at once, and cannot be had from parts.
+OVER_ALL = {
+    "quantiles": (pg.quantile([0.1, 0.5, 1]), lambda g: np.quantile(g, [0.1, 0.5, 1], axis=0)),
+    "trimmed": (pg.trimmed_mean(0.2), lambda g: np.sort(g, 0)[int(0.2 * len(g)) : len(g) - int(0.2 * len(g))].mean(0)),
+    "mad": (pg.mad(), lambda g: np.median(np.abs(g - np.median(g, 0)), 0)),
+    "reduce": (
+        pg.reduce(lambda g, where=None: jnp.sum(jnp.cos(g), axis=0, where=where)),
+        lambda g: np.cos(g).sum(0),
+    ),
 }
 
 
@@ -385,7 +399,8 @@ def built(request):
 
 
 def compare(built, got, gradients):
-    for name, (_, formula) in STATISTICS.items():
+    for name in got:
+        formula = (STATISTICS | OVER_ALL)[name][1]
         for (path, g), a in zip(jax.tree.leaves_with_path(gradients), jax.tree.leaves(got[name]), strict=True):
             top = np.abs(g).max(initial=1e-30)
             atol = 1e-7 * top if name == "std" else 1e-10 * max(top, top**3, 1)
@@ -410,7 +425,7 @@ def test_the_oracle_of(built):
 
 def test_tokens_of(built):
     """Every statistic over the B·T token gradients; the value is the mean loss of examples, as ever."""
-    value, got = built.compute({name: s for name, (s, _) in STATISTICS.items()})
+    value, got = built.compute({name: s for name, (s, _) in (STATISTICS | OVER_ALL).items()})
     compare(built, got, built.gradients())
     np.testing.assert_allclose(value, np.mean([built.loss(built.params, built.example(b)) for b in range(B)]))
 
@@ -419,7 +434,8 @@ def test_tokens_of(built):
 def test_masked_tokens_in_parts_of(built, options):
     """A masked example takes all its tokens along, and N counts those of the others; in parts or chunks."""
     mask = np.array([True, False, True, True, False])
-    _, got = built.compute({name: s for name, (s, _) in STATISTICS.items()}, mask, **options)
+    statistics = STATISTICS if "microbatch_size" in options else STATISTICS | OVER_ALL
+    _, got = built.compute({name: s for name, (s, _) in statistics.items()}, mask, **options)
     compare(built, got, built.gradients(mask))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.core import Tracer
 
 from . import statistics
 from .engine import Plan, Results, Twin, default_budget, run_in_microbatches
+from .reductions import Reduction
 from .statistics import Outcome, Statistic, is_integer
 from .trace import Problem, Signature, leaves_open, make_problem
 
@@ -146,7 +148,9 @@ class Request:
             if callable(leaf) and not isinstance(leaf, Statistic):
                 name = getattr(leaf, "__name__", "fn")
                 ours = getattr(statistics, name, None) is leaf
-                write = f"pg.{name}()" if ours else f"pg.elementwise({name})"
+                given = inspect.signature(leaf).parameters.values() if ours else ()
+                needed = ", ".join(p.name for p in given if p.default is p.empty)
+                write = f"pg.{name}({needed})" if ours else f"pg.elementwise({name})"
                 raise TypeError(f"{where} is the function {name}; expected a statistic. Write `{write}`.")
             if not isinstance(leaf, Statistic):
                 raise TypeError(
@@ -155,7 +159,7 @@ class Request:
                 )
             if self.granularity == "token" and not leaf.tokens:
                 raise ValueError(
-                    f'{where}: {leaf!r} is one result per example and has no meaning at granularity="token". Ask for it '
+                    f'{where}: {leaf!r} is about whole examples and has no meaning at granularity="token". Ask for it '
                     'in a call of its own, with granularity="example".'
                 )
         _one_of("granularity", self.granularity, GRANULARITIES)
@@ -172,9 +176,13 @@ class Request:
     def statistics(self) -> list[Statistic]:
         return jax.tree.leaves(self.stats, is_leaf=_is_statistic)
 
-    @property
-    def reductions(self) -> tuple[Any, ...]:
-        return tuple(dict.fromkeys(r for s in self.statistics for r in s.reductions))
+    def asked(self, problem: Problem) -> list[tuple[Reduction, ...]]:
+        """For each parameter leaf, what the statistics need of it."""
+        chosen = [(s, s.leaves(problem.names)) for s in self.statistics]
+        return [
+            tuple(dict.fromkeys(r for s, leaves in chosen if k in leaves for r in s.reductions))
+            for k in range(len(problem.params))
+        ]
 
     def problem(self, args, kwargs) -> Problem:
         problem = make_problem(self.loss, self.signature, args, kwargs)
@@ -182,6 +190,12 @@ class Request:
             if problem.size < s.minimum and self.granularity == "example":
                 raise ValueError(
                     f"{s!r} needs at least {s.minimum} examples, but the batch has {problem.size}. {s.for_fewer}"
+                )
+            if self.part(problem) < problem.size and any(r.whole for r in s.reductions):
+                raise ValueError(
+                    f"{s!r} needs all {problem.size} examples at once and cannot be merged from parts of the batch; given "
+                    f"microbatch_size={self.microbatch_size}. Ask for it in a call of its own without microbatch_size: what "
+                    "it forms at one time is bounded by chunk_bytes."
                 )
         return problem
 
@@ -210,21 +224,28 @@ class Request:
     def _results(self, plan, problem: Problem, mask) -> Results:
         weight = 1 / problem.size if mask is None else 1 / jnp.sum(mask)
 
+        asked = self.asked(problem)
+
         def run(examples, mask):
-            return plan.run(problem.params, examples, mask, weight, self.reductions)
+            return plan.run(problem.params, examples, mask, weight, asked)
 
         part = self.part(problem)
         if part == problem.size:
             return run(problem.examples, mask)
-        return run_in_microbatches(run, problem.examples, mask, self.reductions, problem.size, part)
+        return run_in_microbatches(run, problem.examples, mask, asked, problem.size, part)
 
     def _finish(self, plan, problem: Problem, results: Results, mask):
         losses = results.losses
         if mask is not None:
             losses = jnp.where(mask, losses, 0)
         count = problem.size if mask is None else jnp.sum(mask)
-        by_reduction = {r: [leaf[k] for leaf in results.leaves] for k, r in enumerate(self.reductions)}
-        outcome = Outcome(by_reduction, losses, count, plan.tokens, problem.treedef)
+        asked = self.asked(problem)
+        found = [
+            dict(zip(reductions, leaf, strict=True)) for reductions, leaf in zip(asked, results.leaves, strict=True)
+        ]
+        by_reduction = {r: [leaf.get(r) for leaf in found] for r in dict.fromkeys(r for leaf in asked for r in leaf)}
+        by_reduction |= {r: [] for s in self.statistics for r in s.reductions if r not in by_reduction}  # no parameters
+        outcome = Outcome(by_reduction, losses, count, plan.tokens, problem)
         value = jnp.sum(losses) / count
         out = jax.tree.map(lambda s: s.finish(outcome), self.stats, is_leaf=_is_statistic)
         return ((value, results.aux) if self.signature.has_aux else value), out

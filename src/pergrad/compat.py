@@ -7,12 +7,15 @@ user's source an equation came from.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import eval_jaxpr
 from jax.extend import core as jex_core
 
 Literal = jex_core.Literal
@@ -140,6 +143,75 @@ def vary_like(arrays: Sequence[Any], like: Sequence[Any]) -> list[Any]:
     wanted = set().union(*(_mesh_axes(jax.typeof(x)) for x in like))
     missing = [tuple(sorted(wanted - _mesh_axes(jax.typeof(x)))) for x in arrays]
     return [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]
+
+
+def partitions_by_rule() -> bool:
+    """Can an operation say, here, how it is shared out over the devices of one program?
+
+    Not inside `shard_map`, where every device has a program of its own; not where XLA's older partitioner was asked for
+    (until JAX 0.10); and not with a mesh of explicit axes in context, where JAX 0.12 makes sums over devices that XLA
+    refuses.
+    """
+    from jax._src import mesh as mesh_lib
+
+    kinds = jax.sharding.AxisType
+    inside = jax.sharding.get_abstract_mesh().axis_types
+    around = mesh_lib.get_concrete_mesh()
+    explicit = around is not None and kinds.Explicit in around.axis_types
+    return kinds.Manual not in inside and not explicit and bool(getattr(jax.config, "jax_use_shardy_partitioner", True))
+
+
+def evaluate(jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    return eval_jaxpr(jaxpr, consts, *args)
+
+
+def fine_mesh(mesh, sharding) -> Any:
+    """The devices of ``mesh``, or of a sharding without one, along axes of prime size: on them every sharding has a name,
+    that of a half of an axis too, which a reshape can lead to."""
+    devices = np.array(sharding._device_assignment) if mesh.empty else mesh.devices
+    sizes = []
+    for n in devices.shape:
+        while n > 1:
+            sizes.append(next(k for k in range(2, n + 1) if n % k == 0))
+            n //= sizes[-1]
+    return jax.sharding.Mesh(devices.reshape(sizes), tuple(f"pergrad{k}" for k in range(len(sizes))))
+
+
+def spread_over(sharding, ndim: int, mesh) -> list[tuple[str, ...]]:
+    """Over which axes of a fine mesh each axis of an array is spread."""
+    from jax._src.sharding_impls import parse_flatten_op_sharding
+
+    try:
+        (spec,) = parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(ndim), mesh)
+    except Exception:  # no name for it: whoever asks then wants it whole
+        spec = ()
+    named = [(over,) if isinstance(over, str) else tuple(over or ()) for over in spec]
+    return named + [()] * (ndim - len(named))
+
+
+def under_these_settings(fun):
+    """``fun``, to be traced later as it would be now: with the same precision, 64 bits and promotion; and with no mesh."""
+    config: Any = jax.config
+    settings = (
+        (jax.default_matmul_precision, config.jax_default_matmul_precision),
+        (jax.enable_x64, config.jax_enable_x64),
+        (jax.numpy_dtype_promotion, config.jax_numpy_dtype_promotion),
+        (jax.sharding.use_abstract_mesh, jax.sharding.AbstractMesh((), ())),
+    )
+
+    def run(*args):
+        with contextlib.ExitStack() as stack:
+            for setting, value in settings:
+                stack.enter_context(setting(value))
+            return fun(*args)
+
+    return run
+
+
+def result_like(shape, dtype, like: Sequence[Any]) -> jax.ShapeDtypeStruct:
+    """The type of a kernel's result: under `shard_map` it differs on the devices on which the operands ``like`` differ."""
+    axes = frozenset().union(*(_mesh_axes(jax.typeof(x)) for x in like))
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=axes))
 
 
 def zeros_of(fun, *args) -> Any:

@@ -12,10 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from . import compat
-from .rules.base import Batch, Budget, Term, formed_route, in_chunks, moved, size_of
-from .statistics import Mean, accumulator
-from .surgery import Layers, Leaf, Reduced, Settings, Tokens, make_leaf, open_scope, resolve
+from .reductions import First, Late, Mean, Reduction
+from .rules.base import Batch, Budget, Term
+from .surgery import Layers, Leaf, Reduced, Settings, make_leaf, open_scope, resolve
+from .terms import covered, execute, moved_behind, spread, take_late
 from .trace import Problem, example_jaxpr
+
+# What is asked of every parameter leaf.
+Asked = Sequence[tuple[Reduction, ...]]
 
 
 class Results(NamedTuple):
@@ -23,7 +27,7 @@ class Results(NamedTuple):
 
     losses: jax.Array  # [B]
     aux: Any  # stacked on axis 0
-    leaves: list[list[jax.Array]]  # per parameter leaf, one result per reduction
+    leaves: list[list[jax.Array]]  # per parameter leaf, one result for each reduction that is asked of it
 
 
 def default_budget(size: int, chunk_bytes: int | None) -> Budget:
@@ -36,62 +40,6 @@ def default_budget(size: int, chunk_bytes: int | None) -> Budget:
     return Budget(size, chunk_bytes or (8 << 20 if cpu else 256 << 20), 8 if cpu else 64)
 
 
-# ---------------------------------------------------------------------------------------- one term, all examples
-
-
-def execute(term: Term, reductions: Sequence[Any], batch: Batch, budget: Budget) -> list[jax.Array]:
-    """The reductions of one term, by the routes that it offers."""
-    if isinstance(term, Tokens):
-        return _execute_tokens(term, reductions, batch, budget)
-    done = {}
-    numbers = [] if term.isometric else [r for r in reductions if not r.coordinatewise]
-    routes = term.routes([r for r in reductions if r not in numbers], budget)
-    if numbers:  # moves that repeat or drop coordinates change a norm: take it after them
-        routes = [*routes, formed_route(term.example, numbers, term.form_bytes, budget)]
-    for route in routes:
-        out = in_chunks(route.run, batch, route.chunk, [r.per_example for r in route.serves])
-        done.update(zip(route.serves, out, strict=True))
-    return [done[r].astype(accumulator(done[r].dtype)) for r in reductions]
-
-
-def _execute_tokens(group: Tokens, reductions: Sequence[Any], batch: Batch, budget: Budget) -> list[jax.Array]:
-    """Means over tokens. A token's gradient is T times what its position contributes, so that the mean over the T
-    tokens of an example is the example's gradient.
-    """
-    tokens = group.tokens()
-    totals = []
-    given = list(zip(batch.operands, batch.batched, strict=True))
-    for term in group.terms:
-        mine, given = given[: len(term.operands)], given[len(term.operands) :]
-        operands, batched = zip(*mine, strict=True)
-
-        def run(part: Batch, term=term):
-            one, each = term.token_batch(part.prepared(term.prepare), tokens)
-            each = dataclasses.replace(each, weight=each.weight / tokens)
-            means = execute(one, reductions, each, dataclasses.replace(budget, size=each.size))
-            return [placed(term, r, m, each.share) for r, m in zip(reductions, means, strict=True)]
-
-        prepared_bytes = sum(4 * size_of(a.shape) for a in term.shapes)
-        chunk = budget.chunk(prepared_bytes) if term.patches else budget.size
-        whole = batch.having(operands, batched)
-        totals.append(in_chunks(run, whole, chunk, [False] * len(reductions)))
-    return [functools.reduce(operator.add, parts) for parts in zip(*totals, strict=True)]
-
-
-def placed(term: Term, mean: Mean, result: jax.Array, share: Any) -> jax.Array:
-    """The moves of a term, made on the mean over its coordinates; where they fill in zeros, φ is φ(0)."""
-    out = moved(term.moves, result)
-    at_zero = mean.phi.at_zero(out.dtype)
-    if at_zero == 0 or not any(m.fills for m in term.moves):
-        return out
-    return jnp.where(covered(term, result), out, jnp.asarray(at_zero, out.dtype) * share)
-
-
-def covered(term: Term, result) -> jax.Array:
-    """Which coordinates of the leaf a term's moves put something into."""
-    return moved(term.moves, jnp.ones(jnp.shape(result), jnp.int8)) > 0
-
-
 # ---------------------------------------------------------------------------------------- one leaf, under vmap
 
 
@@ -99,59 +47,68 @@ def covered(term: Term, result) -> jax.Array:
 class Reducer:
     """Reduces leaves where `Scope.evaluate` stands: seen from there, for one example; in truth, for the batch."""
 
-    reductions: tuple[Any, ...]
+    asked: dict[int, tuple[Reduction, ...]]  # id of a leaf, or of one layer of it -> what is asked of it
     budget: Budget
     alive: jax.Array  # does this example count? Batched, so that the batching rule below is always asked for
-    masked: bool  # can it be False?
+    mask: jax.Array | None  # which examples count; None: all
     weight: Any  # what one example counts for in a mean; a number, or with a mask an array
     share: Any  # what this part's examples that count amount to, of all
 
     def __call__(self, leaf: Leaf, read: Callable) -> tuple[jax.Array, ...]:
-        results = [self._piece(piece, read) for piece in leaf.pieces]
-        return tuple(self._whole(leaf, r, [part[k] for part in results]) for k, r in enumerate(self.reductions))
+        reductions = self.asked[id(leaf)]
+        results = [self._piece(piece, reductions, read) for piece in leaf.pieces]
+        return tuple(self._whole(leaf, r, [part[k] for part in results]) for k, r in enumerate(reductions))
 
-    def _whole(self, leaf: Leaf, reduction, parts):
+    def _whole(self, leaf: Leaf, reduction: Reduction, parts):
         """The leaf's result from those of its pieces, which lie on disjoint coordinates."""
-        dtype = reduction.dtype(leaf.dtype)
+        nothing = reduction.nothing(leaf.shape, leaf.dtype, self.budget.size)
         if not reduction.coordinatewise:
-            return functools.reduce(operator.add, parts) if parts else jnp.zeros((), dtype)
-        placed = [moved(p.moves, part) for p, part in zip(leaf.pieces, parts, strict=True)]
-        value = functools.reduce(operator.add, placed) if placed else jnp.zeros(leaf.shape, dtype)
-        at_zero = reduction.phi.at_zero(accumulator(leaf.dtype)) if isinstance(reduction, Mean) else 0.0
-        if at_zero == 0 or not (len(parts) == 0 or any(m.fills for p in leaf.pieces for m in p.moves)):
+            return functools.reduce(operator.add, parts) if parts else nothing
+        lead = reduction.lead
+        placed = [moved_behind(lead, p.moves, part) for p, part in zip(leaf.pieces, parts, strict=True)]
+        value = functools.reduce(operator.add, placed) if placed else nothing
+        if parts and not any(m.fills for p in leaf.pieces for m in p.moves):
+            return value
+        mask = self.mask if self.mask is None else jnp.repeat(self.mask, leaf.tokens)
+        zeros = reduction.of_zeros(leaf.dtype, self.budget.size * leaf.tokens, mask, self.share)
+        if zeros is None:
             return value
         touched = jnp.zeros(leaf.shape, bool)
         for p, part in zip(leaf.pieces, parts, strict=True):
-            touched = touched | covered(p, part)
-        return jnp.where(touched, value, jnp.asarray(at_zero, value.dtype) * self.share)
+            touched = touched | covered(lead, p.moves, part)
+        return jnp.where(touched, value, spread(zeros, value))
 
-    def _piece(self, piece: Term, read):
+    def _piece(self, piece: Term, reductions, read):
         if isinstance(piece, Layers):
-            stacked = read(piece.operands[0])
-            return [
-                r if red.coordinatewise else jnp.sum(r, axis=0) for red, r in zip(self.reductions, stacked, strict=True)
-            ]
-        return self._over_batch(piece, [read(a) for a in piece.operands])
+            stacked = zip(reductions, read(piece.operands[0]), strict=True)  # layers first
+            return [jnp.moveaxis(x, 0, len(r.lead)) if r.coordinatewise else jnp.sum(x, axis=0) for r, x in stacked]
+        return self._over_batch(piece, reductions, [read(a) for a in piece.operands])
 
-    def _over_batch(self, term: Term, operands):
+    def _over_batch(self, term: Term, reductions, operands):
         """One function of one example, for `jax.vmap`; its batching rule is where the batch is reduced."""
-        given = (self.weight,) if self.masked else ()
+        masked = self.mask is not None
+        given = (self.weight,) if masked else ()
 
         def run(size, batched, mask, values):
-            weight, values = (values[0], values[1:]) if self.masked else (self.weight, values)
-            batch = Batch(values, batched[len(given) :], size, mask if self.masked else None, weight)
-            return execute(term, self.reductions, batch, dataclasses.replace(self.budget, size=size))
+            weight, values = (values[0], values[1:]) if masked else (self.weight, values)
+            batch = Batch(values, batched[len(given) :], size, mask if masked else None, weight)
+            return execute(term, reductions, batch, dataclasses.replace(self.budget, size=size))
 
         @jax.custom_batching.custom_vmap
-        def reduce(alive, *values):
-            values = (*values[: len(given)], *(v[None] for v in values[len(given) :]))
-            out = run(1, (True,) * len(values), alive[None], values)
-            return [o[0] if r.per_example else o for r, o in zip(self.reductions, out, strict=True)]
+        def reduce(alive, *values):  # never run, but traced, for what it returns
+            size = self.budget.size if any(r.whole for r in reductions) else 1
+
+            def repeated(x):
+                return jnp.broadcast_to(x[None], (size, *x.shape))
+
+            values = (*values[: len(given)], *map(repeated, values[len(given) :]))
+            out = run(size, (True,) * len(values), repeated(alive), values)
+            return [o[0] if r.per_example else o for r, o in zip(reductions, out, strict=True)]
 
         @reduce.def_vmap
         def _(size, in_batched, alive, *values):
             out = run(size, tuple(in_batched[1:]), alive, values)
-            return out, [r.per_example for r in self.reductions]
+            return out, [r.per_example for r in reductions]
 
         return reduce(self.alive, *given, *operands)
 
@@ -167,7 +124,7 @@ class Plan:
         settings = Settings(tokens, budget.size, budget.chunk_bytes)
         inputs = [False] * len(problem.params) + [True] * len(problem.examples)
         self.scope = open_scope(jaxpr, consts, inputs, settings)
-        self.budget = budget
+        self.problem, self.budget = problem, budget
         self.aux_tree = jax.tree.structure(aux)
         count = 1 + self.aux_tree.num_leaves
         self.outputs, gradients = list(jaxpr.outvars[:count]), list(jaxpr.outvars[count:])
@@ -184,46 +141,94 @@ class Plan:
         settings.tails = True
         self.leaves = leaves()
 
-    def run(self, params, examples, mask: jax.Array | None, weight: Any, reductions: tuple[Any, ...]) -> Results:
+    def run(self, params, examples, mask: jax.Array | None, weight: Any, asked: Asked) -> Results:
         """The results of these examples; each counts for ``weight`` in a mean."""
         size = examples[0].shape[0]
         share = weight * (size if mask is None else jnp.sum(mask))
-        wanted = [*self.outputs, *(Reduced(leaf) for leaf in self.leaves if reductions)]
         budget = dataclasses.replace(self.budget, size=size)
+        first = first_pass(asked)
+        by_leaf = {i: r for leaf, mine in zip(self.leaves, first, strict=True) for i, r in _inside(leaf, mine)}
+        reduced = [leaf for leaf, reductions in zip(self.leaves, first, strict=True) if reductions]
+        late = [any(isinstance(r, Late) for r in reductions) for reductions in asked]
+        kept = [a for leaf, yes in zip(self.leaves, late, strict=True) if yes for t in leaf.terms for a in t.operands]
+        # What does not differ between examples is kept once.
+        kept_axes = [0 if self.scope.varies(a) else None for a in kept]
 
         def one(alive, example):
-            reducer = Reducer(reductions, budget, alive, mask is not None, weight, share)
-            out = self.scope.evaluate(wanted, [*params, *example], reducer)
-            return out[: len(self.outputs)], out[len(self.outputs) :]
+            reducer = Reducer(by_leaf, budget, alive, mask, weight, share)
+            wanted = [*self.outputs, *(Reduced(leaf) for leaf in reduced), *kept]
+            out = iter(self.scope.evaluate(wanted, [*params, *example], reducer))
+            return [next(out) for _ in self.outputs], [next(out) for _ in reduced], list(out)
 
-        axes = tuple(0 if r.per_example else None for r in reductions)
+        axes = [tuple(0 if r.per_example else None for r in reductions) for reductions in first if reductions]
         alive = jnp.ones(size, bool) if mask is None else mask
-        leaves = [axes] * (len(wanted) - len(self.outputs))
-        (losses, *aux), leaves = jax.vmap(one, out_axes=(0, leaves))(alive, examples)
-        return Results(losses, jax.tree.unflatten(self.aux_tree, aux), [list(leaf) for leaf in leaves])
+        (losses, *aux), found, values = jax.vmap(one, out_axes=(0, axes, kept_axes))(alive, examples)
+        found = iter(found)
+        results: list[dict[Reduction, Any]] = [
+            dict(zip(reductions, next(found) if reductions else (), strict=True)) for reductions in first
+        ]
+        if any(late):
+            operands = iter([(x, axis == 0) for x, axis in zip(values, kept_axes, strict=True)])
+            terms = [
+                [(t, [next(operands) for _ in t.operands]) for t in leaf.terms] if yes else []
+                for leaf, yes in zip(self.leaves, late, strict=True)
+            ]
+            batch = Batch((), (), size, mask)
+            take = lambda k, r, context: take_late(terms[k], r, context, self.problem.params[k], batch, budget)
+            add_late(results, asked, weight, self.problem, take)
+        leaves = [[leaf[r] for r in reductions] for leaf, reductions in zip(results, asked, strict=True)]
+        return Results(losses, jax.tree.unflatten(self.aux_tree, aux), leaves)
 
     @property
     def tokens(self) -> list[int]:
         return [leaf.tokens for leaf in self.leaves]
 
 
+def _inside(leaf: Leaf, reductions):
+    """The leaf and the layers in it, by their ids, with what is asked of them."""
+    yield id(leaf), reductions
+    for piece in leaf.pieces:
+        if isinstance(piece, Layers):
+            assert piece.body is not None
+            yield from _inside(piece.body, reductions)
+
+
+def first_pass(asked: Asked) -> list[tuple[Reduction, ...]]:
+    """What is asked in the backward pass: all but the late reductions, and what these need."""
+    return [tuple(dict.fromkeys(f for r in leaf for f in (r.needs if isinstance(r, Late) else (r,)))) for leaf in asked]
+
+
+def add_late(results: list[dict], asked: Asked, weight, problem: Problem, take: Callable) -> None:
+    """Add the late reductions, which ``take(leaf, reduction, context)`` computes, to those of the first pass."""
+    for reduction in dict.fromkeys(r for leaf in asked for r in leaf if isinstance(r, Late)):
+        mine = [k for k, leaf in enumerate(asked) if reduction in leaf]
+        needed = {n: [results[k][n] for k in mine] for n in reduction.needs}
+        context = reduction.context(First(needed, weight, problem))
+        for k, given in zip(mine, context, strict=True):
+            results[k][reduction] = take(k, reduction, given)
+
+
 class Twin:
     """The obviously correct way: stack every per-example gradient, then reduce."""
 
     def __init__(self, problem: Problem):
-        self.one = problem.one
+        self.problem = problem
         self.tokens = [1] * len(problem.params)
 
-    def run(self, params, examples, mask, weight, reductions) -> Results:
-        losses, aux, gradients = jax.vmap(self.one, in_axes=(None, 0))(list(params), list(examples))
-        leaves = [[(r.of(g, mask), isinstance(r, Mean)) for r in reductions] for g in gradients]
-        return Results(losses, aux, [[x * weight if is_mean else x for x, is_mean in leaf] for leaf in leaves])
+    def run(self, params, examples, mask, weight, asked: Asked) -> Results:
+        losses, aux, gradients = jax.vmap(self.problem.one, in_axes=(None, 0))(list(params), list(examples))
+        results = [
+            {r: r.of(g, mask) * weight if isinstance(r, Mean) else r.of(g, mask) for r in reductions}
+            for g, reductions in zip(gradients, first_pass(asked), strict=True)
+        ]
+        add_late(results, asked, weight, self.problem, lambda k, r, context: r.of(gradients[k], mask, context))
+        return Results(losses, aux, [[x[r] for r in leaf] for x, leaf in zip(results, asked, strict=True)])
 
 
-def run_in_microbatches(run: Callable, examples, mask, reductions, size: int, most: int) -> Results:
-    """``run`` on at most ``most`` examples at a time; sums add, per-example results are laid one after the other."""
+def run_in_microbatches(run: Callable, examples, mask, asked: Asked, size: int, most: int) -> Results:
+    """``run`` on at most ``most`` examples at a time; results merge, or are laid one after the other."""
     count = -(-size // most)
-    each = -(-size // count)  # parts of equal size, the last filled up with examples that do not count
+    each = -(-size // count)  # parts of equal size, filled up with examples that do not count
     missing = count * each - size
     if missing:
         mask = jnp.ones(size, bool) if mask is None else mask
@@ -231,22 +236,29 @@ def run_in_microbatches(run: Callable, examples, mask, reductions, size: int, mo
         examples = [jnp.concatenate([x, jnp.repeat(x[:1], missing, axis=0)]) for x in examples]
 
     def fold(x):
-        return x.reshape(count, each, *x.shape[1:])
+        # Every count-th example: where the batch is spread over devices, each device then has some of every part.
+        return x.reshape(each, count, *x.shape[1:]).swapaxes(0, 1)
+
+    def unfold(x):
+        return x.swapaxes(0, 1).reshape(count * each, *x.shape[2:])[:size]
 
     folded = ([fold(x) for x in examples], None if mask is None else fold(mask))
-    first = compat.zeros_of(lambda xs: run([x[0] for x in xs[0]], None if mask is None else xs[1][0]).leaves, folded)
-    sums = [[s for s, r in zip(leaf, reductions, strict=True) if not r.per_example] for leaf in first]
+    reductions = [r for leaf in asked for r in leaf]
+    merging = [r for r in reductions if not r.per_example]
 
-    def step(sums, part):
-        out: Results = run(*part)
-        kept = [[v for v, r in zip(leaf, reductions, strict=True) if r.per_example] for leaf in out.leaves]
-        new = [[v for v, r in zip(leaf, reductions, strict=True) if not r.per_example] for leaf in out.leaves]
-        return jax.tree.map(jnp.add, sums, new), (out.losses, out.aux, kept)
+    def part(given) -> tuple[list[jax.Array], Any]:
+        """What merges, and what is laid one after the other."""
+        out: Results = run(*given)
+        flat = list(zip(reductions, (x for leaf in out.leaves for x in leaf), strict=True))
+        return [x for r, x in flat if not r.per_example], (out.losses, out.aux, [x for r, x in flat if r.per_example])
 
-    sums, stacked = jax.lax.scan(step, sums, folded)
-    losses, aux, kept = jax.tree.map(lambda x: x.reshape(count * each, *x.shape[2:])[:size], stacked)
-    leaves = []
-    for leaf_sums, leaf_kept in zip(sums, kept, strict=True):
-        s, k = iter(leaf_sums), iter(leaf_kept)
-        leaves.append([next(k) if r.per_example else next(s) for r in reductions])
+    def step(merged, given):
+        new, kept = part(given)
+        return [r.merge(a, b) for r, a, b in zip(merging, merged, new, strict=True)], kept
+
+    start = compat.zeros_of(lambda xs: part(jax.tree.map(lambda x: x[0], xs))[0], folded)
+    merged, stacked = jax.lax.scan(step, start, folded)
+    losses, aux, kept = jax.tree.map(unfold, stacked)
+    merged, kept = iter(merged), iter(kept)
+    leaves = [[next(kept) if r.per_example else next(merged) for r in leaf] for leaf in asked]
     return Results(losses, aux, leaves)

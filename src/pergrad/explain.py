@@ -11,10 +11,11 @@ from typing import Any
 import jax
 
 from .api import make_request, pure_loss
-from .engine import Plan
-from .rules.base import Budget, Term, size_of
-from .statistics import Mean
+from .engine import Plan, first_pass
+from .reductions import Late, Mean
+from .rules.base import Budget, Term, routes_for, size_of
 from .surgery import Layers, Leaf, Tokens
+from .terms import late_route
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +146,8 @@ def explain(
             assert isinstance(plan, Plan)
             budget = dataclasses.replace(plan.budget, size=request.part(problem))
             rows = [
-                _row(name, leaf, request.reductions, budget, problem.size / budget.size)
-                for name, leaf in zip(problem.names, plan.leaves, strict=True)
+                _row(name, leaf, reductions, budget, problem.size / budget.size)
+                for name, leaf, reductions in zip(problem.names, plan.leaves, request.asked(problem), strict=True)
             ]
             names = [repr(s) for s in request.statistics]
             found.append(Explanation(rows, problem.size, names, request.granularity))
@@ -160,22 +161,30 @@ def explain(
 
 
 def _row(name: str, leaf: Leaf, reductions: Sequence[Any], budget: Budget, parts: float) -> Row:
-    flat = [found for piece in leaf.pieces for found in _flat(piece, 1, "")]
+    (first,) = first_pass([tuple(reductions)])
     routes: dict[str, None] = {}
     flops = plain = held = 0.0
+    flat = [found for piece in leaf.pieces for found in _flat(piece, 1, "")]
     for term, times, where in flat:
-        for route in term.routes(reductions, budget) if reductions else []:
+        for route in routes_for(term, first, budget) if first else []:
             routes[route.name + where] = None
             flops += times * route.flops
             held = max(held, route.bytes)
         plain += times * term.plain_flops(budget.size)
+    late = [r for r in reductions if isinstance(r, Late)]
+    for term in leaf.terms if late else ():
+        kept = budget.size * sum(size_of(a.shape) * 4 for a in term.shapes)
+        for route in [late_route(term, r, None, budget)[0] for r in late]:
+            routes[route.name] = None
+            flops += route.flops
+            held = max(held, kept + route.bytes)
     size = size_of(leaf.shape)
     sums = sum(isinstance(r, Mean) for r in reductions)
     return Row(
         leaf=name,
         shape=leaf.shape,
         rule=" + ".join(dict.fromkeys(t.rule for t, _, _ in flat)) or "none",
-        route="; ".join(routes) or "zero for every example",
+        route="; ".join(routes) or ("zero for every example" if reductions else "not asked for"),
         why="; ".join(dict.fromkeys(t.reason for t, _, _ in flat))
         or ("the loss does not depend on it" if size else "it has no coordinates"),
         source=", ".join(dict.fromkeys(t.source for t, _, _ in flat if t.source)),

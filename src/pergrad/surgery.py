@@ -149,7 +149,9 @@ class Scope:
     def varies(self, atom) -> bool:
         """Does the value differ between examples? (It may be said to when it does not.)"""
         if isinstance(atom, Inner):
-            return self.inner[atom.index, atom.branch].varies(atom.atom)
+            eqn = self.equations[atom.index]
+            chosen = compat.branches(eqn) is not None and self.varies(eqn.invars[0])  # it is zero in the other branches
+            return chosen or self.inner[atom.index, atom.branch].varies(atom.atom)
         return not isinstance(atom, compat.Literal | Constant) and atom in self._varying
 
     def is_zero(self, atom) -> bool:
@@ -644,12 +646,15 @@ def _guarded(term: Term, scope, i, k, eqn) -> Term:
 class Leaf:
     """The gradient of one example with respect to one parameter leaf: pieces on disjoint coordinates.
 
-    ``tokens`` is at how many positions an example uses the leaf (1 unless statistics are over tokens).
+    ``terms`` are the same without groups and with all operands outside of loops: what is linear in the gradient can be
+    taken from each by itself, at any time. ``tokens`` is at how many positions an example uses the leaf (1 unless
+    statistics are over tokens).
     """
 
     pieces: tuple[Term, ...]
     shape: tuple[int, ...]
     dtype: Any
+    terms: tuple[Term, ...] = ()
     tokens: int = 1
 
 
@@ -664,7 +669,7 @@ def make_leaf(scope: Scope, terms: Sequence[Term], shape, dtype) -> Leaf:
     terms = [t for term in terms for t in ([term] if term.isometric else _outside([term]))]
     grouped = [group if len(group) == 1 else _outside(group) for group in groups(terms)]
     if not scope.tokens:
-        return Leaf(tuple(share(group) for group in grouped), shape, dtype)
+        return Leaf(tuple(share(group) for group in grouped), shape, dtype, tuple(_outside(terms)))
     pieces = tuple(group[0] if isinstance(group[0], Layers) else Tokens.of(group) for group in grouped)
     counts = {p.tokens() for p in pieces} or {1}
     if len(counts) > 1:
@@ -673,7 +678,7 @@ def make_leaf(scope: Scope, terms: Sequence[Term], shape, dtype) -> Leaf:
             f"at different numbers of positions ({sorted(counts)}), so it has no one set of tokens; expected one "
             'number. Write granularity="example", or make the slices parameters of their own.'
         )
-    return Leaf(pieces, shape, dtype, counts.pop())
+    return Leaf(pieces, shape, dtype, tokens=counts.pop())
 
 
 @dataclasses.dataclass(frozen=True)

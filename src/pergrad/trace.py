@@ -41,6 +41,24 @@ class Problem:
     size: int
     one: Callable[..., tuple[jax.Array, Any, list[jax.Array]]]
 
+    def leaves_like_params(self, tree: Any, what: str) -> list[jax.Array]:
+        """The leaves of a tree that should be like the parameters."""
+        paths, treedef = jax.tree.flatten_with_path(tree)
+        names = [jax.tree_util.keystr(path) or "params" for path, _ in paths]
+        if treedef != self.treedef:
+            raise ValueError(
+                f"{what} takes a tree like the parameters; given one with leaves {', '.join(names) or '(none)'}, expected "
+                f"{', '.join(self.names)}. Write, for example, `jax.tree.map(jnp.ones_like, params)`, or a mean gradient."
+            )
+        leaves = [jnp.asarray(leaf) for _, leaf in paths]
+        for name, given, param in zip(names, leaves, self.params, strict=True):
+            if given.shape != param.shape:
+                raise ValueError(
+                    f"{what} takes a tree like the parameters; at {name} it has shape {given.shape}, expected {param.shape}. "
+                    "Write arrays of the parameters' shapes."
+                )
+        return leaves
+
 
 def _indices(given, name: str, count: int) -> tuple[int, ...]:
     out: list[int] = []

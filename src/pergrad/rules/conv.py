@@ -7,10 +7,14 @@ JAX writes the kernel's gradient as a convolution again, of the input with the c
 with k the offsets within the kernel, p the output positions and c the images of one example (mostly 1). With the
 patches x[(c, p), (k, i)] = lhs[i, c, k·stride + p·dilation] this is the contraction of a dense layer, and all that
 `dense` says holds. Patches are many times larger than the input, so they are made for a few examples at a time, by
-strided slices along one axis after the other: never for the batch, and never a convolution with B groups.
+strided slices along one axis after the other: never for the batch, and never a convolution with B groups. A fused kernel
+needs no patches: it takes one offset after the other, for the whole batch.
 """
 
 from __future__ import annotations
+
+import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -38,20 +42,24 @@ def convolution(scope, eqn) -> Contraction | None:
     o = rhs.aval.shape[d.rhs_spec[0]] // groups
     n = len(offsets)
 
-    def prepare(lhs, rhs):
+    def prepared(where, lhs, rhs):
+        """x and δ at the offsets ``where[a]`` along each axis."""
         # Channels last, so that patches of channels-last images need no transposition: lhs[c, *space, i], rhs[c, *p, o].
         lhs = jnp.transpose(lhs, (d.lhs_spec[1], *d.lhs_spec[2:], d.lhs_spec[0]))
         rhs = jnp.transpose(rhs, (d.rhs_spec[1], *d.rhs_spec[2:], d.rhs_spec[0]))
         padding = [(low, high, gap - 1) for (low, high), gap in zip(p["padding"], p["lhs_dilation"], strict=True)]
         lhs = jax.lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0), *padding, (0, 0, 0)])
         for a in range(n):  # each adds its offsets before i: [c, *p, *k, i] at the end
-            lhs = _patches(lhs, 1 + a, offsets[a], positions[a], p["window_strides"][a], p["rhs_dilation"][a])
-        q, k = size_of(positions), size_of(offsets)
+            lhs = _patches(lhs, 1 + a, where[a], positions[a], p["window_strides"][a], p["rhs_dilation"][a])
+        q, k = size_of(positions), size_of([len(ks) for ks in where])
         # Groups split o, and with it i (batch groups) or c (feature groups); each pairs with its own.
         x = lhs.reshape(feature_groups, c, q, k, batch_groups, i)
         x = jnp.transpose(x, (0, 4, 1, 2, 3, 5)).reshape(groups, c * q, k * i)
         delta = jnp.moveaxis(rhs.reshape(c, q, groups, o), 2, 0).reshape(groups, c * q, o)
         return x, delta
+
+    prepare = functools.partial(prepared, [range(k) for k in offsets])
+    slices = [functools.partial(prepared, [(k,) for k in at]) for at in itertools.product(*map(range, offsets))]
 
     # g comes as [group, (*k, i), o]; the output wants [i, (group, o), *k] on the axes of out_spec.
     order = (1 + n, 0, 2 + n, *range(1, 1 + n))
@@ -93,6 +101,7 @@ def convolution(scope, eqn) -> Contraction | None:
         source=scope.source(eqn),
         precision=p["precision"],
         patches=True,
+        slices=tuple(slices),
         total=total,
     )
 
@@ -101,8 +110,7 @@ def _patches(x, axis, offsets, positions, stride, dilation):
     """out[..., p, ..., k, i] = x[..., k·stride + p·dilation, ..., i], with p in the place of the axis."""
     reach = (positions - 1) * dilation + 1 if positions else 0
     parts = [
-        jax.lax.slice_in_dim(x, k * stride, k * stride + reach, dilation if positions else 1, axis)
-        for k in range(offsets)
+        jax.lax.slice_in_dim(x, k * stride, k * stride + reach, dilation if positions else 1, axis) for k in offsets
     ]
     return jnp.stack(parts, axis=-2)
 

@@ -10,7 +10,8 @@ axes that both sides have and the weight keeps (heads, experts, layers). What th
 * Σ_b g_b is one contraction over (b, t): the plain gradient, at its price.
 * With one position, g is an outer product, and a multiplicative φ (square, sign, |·|, powers) commutes with it:
   Σ_b φ(x_b δ_bᵀ) = Σ_b φ(x_b) φ(δ_b)ᵀ is one more contraction.
-* ‖g_b‖² = Σ_{t,u} (x_t·x_u)(δ_t·δ_u) needs no m × n matrix, at t²(m + n) operations against t·m·n.
+* ⟨g_b, g_c⟩ = Σ_{t,u} (x_bt·x_cu)(δ_bt·δ_cu), and with it ‖g_b‖², needs no m × n matrix: t²(m + n) operations against t·m·n.
+* ⟨g_b, v⟩ = Σ_t (vᵀx_t)·δ_t needs none either.
 * Everything else forms g for a few examples at a time, while it is still in cache.
 """
 
@@ -24,9 +25,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..statistics import IDENTITY, Mean, SquaredNorm, accumulator
+from ..kernels.contraction import MOST_OUTPUTS, Operand, batched_contraction, choose
+from ..reductions import IDENTITY, Gram, Mean, SquaredNorm, accumulator
 from . import register
-from .base import Batch, Budget, Move, Route, Term, formed_route, leading, mapped, reshaped, shape_of, size_of
+from .base import (
+    Batch,
+    Budget,
+    Move,
+    Route,
+    Term,
+    formed_route,
+    in_chunks,
+    leading,
+    mapped,
+    reshaped,
+    shape_of,
+    shared_out,
+    size_of,
+    whole_route,
+)
+
+# The axes of x and δ, and those of g, of which a device may hold a part.
+SIDES = (("s", "", "m"), ("s", "", "n")), ("s", "m", "n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +55,9 @@ class Contraction(Term):
 
     precision: Any = None
     total: Callable[[Batch], jax.Array] | None = None  # Σ_b g_b from the raw operands, without preparing them
+    # What prepares one slice of m after the other, where preparing all of it makes the operands many times larger.
+    slices: tuple[Callable[..., tuple[jax.Array, ...]], ...] = ()
+    transposed: tuple[bool, bool] = (False, False)  # is x, is δ, the exchange of the last axes of what is in memory?
 
     @property
     def dims(self) -> tuple[int, int, int, int]:
@@ -64,6 +87,20 @@ class Contraction(Term):
             return self.einsum("tm,tn->mn", x[0], delta[0])[None]
         return self.einsum("stm,stn->smn", x, delta)
 
+    @property
+    def columns(self):
+        return self.dims[3]
+
+    def form_columns(self, start, width, x, delta):
+        return self.form(x, jax.lax.dynamic_slice_in_dim(delta, start, width, 2))
+
+    def dot(self, v, x, delta):
+        return jnp.sum(self.einsum("stm,smn->stn", x.astype(v.dtype), v) * delta)
+
+    @property
+    def dot_bytes(self):
+        return self.patches * self._operand_bytes
+
     def batch_sum(self, x, delta):
         """Σ_b x_bᵀδ_b, one contraction over examples and positions."""
         if x.shape[1] == 1:
@@ -85,6 +122,9 @@ class Contraction(Term):
         plain = [r for r in sums if r.phi == IDENTITY] if len(sums) == 1 and (self.total or not self.patches) else []
         norm = [r for r in reductions if isinstance(r, SquaredNorm)]
         formed = [r for r in reductions if r not in (*(outer or plain), *norm)]
+        means = [r for r in formed if isinstance(r, Mean)]
+        kernel = self._kernel([r.phi for r in means], b) if means else "xla"
+        fused, formed = (means, [r for r in formed if r not in means]) if kernel != "xla" else ([], formed)
         if formed or t * (m + n) > m * n:  # the matrices are formed anyway, or are the cheaper side
             formed, norm = formed + norm, []
 
@@ -108,10 +148,56 @@ class Contraction(Term):
             cost = 2.0 * b * s * t * t * (m + n)
             name = f"{t} × {t} products of positions" if t > 1 else "products of the factors' norms"
             routes.append(Route(name, tuple(norm), self._squared_norms, chunk, cost, chunk * pairs))
+        if fused:
+            cost = matmul * -(-len(fused) // MOST_OUTPUTS) + 2.0 * len(fused) * b * s * m * n
+            run = lambda batch: self._fused_sums(kernel, fused, budget.chunk(memory), batch)
+            routes.append(
+                Route(f"one fused kernel ({kernel})", tuple(fused), run, b, cost, self.patches * operand_bytes * b)
+            )
         if formed:
-            form = lambda *raw: self.form(*self.prepare(*raw))
-            routes.append(formed_route(form, formed, memory, tile, matmul))
+            routes.append(self._formed(formed, memory, tile, matmul))
         return routes
+
+    def _kernel(self, phis, size: int) -> str:
+        """Which implementation of the contraction serves these φ's; a kernel is never given patches."""
+        if self.patches and not self.slices:
+            return "xla"
+        x, delta = self.shapes
+        m = x.shape[2] // max(len(self.slices), 1)
+        first = Operand((size, *x.shape[:2], m), x.dtype, self.transposed[0])
+        second = Operand((size, *delta.shape), delta.dtype, self.transposed[1])
+        return choose(first, second, phis, self.precision)
+
+    def _fused_sums(self, kernel: str, means, chunk: int, batch: Batch):
+        def run(batch: Batch):
+            x, delta = batch.operands
+            return batched_contraction(
+                x,
+                delta,
+                [r.phi for r in means],
+                weight=batch.weight,
+                mask=batch.mask,
+                precision=self.precision,
+                transposed=self.transposed,
+                chunk=chunk,
+                implementation=kernel,
+            )
+
+        def parts(batch: Batch):
+            found = [run(batch.having(batch.vmap(part), (True, True))) for part in self.slices]
+            return [jnp.concatenate(pieces, axis=1) for pieces in zip(*found, strict=True)]
+
+        if self.slices:
+            return shared_out(parts, batch, means)
+        return shared_out(run, batch.having(batch.vmap(self.prepare), (True, True)), means, *SIDES)
+
+    def _formed(self, reductions, memory, budget: Budget, flops) -> Route:
+        if self.patches:
+            form = lambda *raw: self.form(*self.prepare(*raw))
+            return formed_route(form, reductions, memory, budget, flops)
+        route = formed_route(self.form, reductions, memory, budget, flops, *SIDES)
+        run = lambda batch: route.run(batch.having(batch.vmap(self.prepare), (True, True)))
+        return dataclasses.replace(route, run=run)
 
     def _plain_sum(self, batch: Batch):
         if self.total is not None:
@@ -139,6 +225,32 @@ class Contraction(Term):
         # A sum of positive and negative terms whose total is a square: rounding may leave it below zero.
         return [jnp.maximum(jnp.sum(pairs, axis=(1, 2, 3)), 0)]
 
+    def whole_routes(self, reductions, budget):
+        s, t, m, n = self.dims
+        b, pairs = budget.size, 8.0 * budget.size * s * t * t
+        cost = 2.0 * b * b * s * t * t * (m + n)
+        formed = 2.0 * b * s * m * n * (t + b)
+        gram = [r for r in reductions if r == Gram()]
+        rest = [r for r in reductions if r not in gram]
+        if rest or self.patches or cost > formed:
+            return [whole_route(self, reductions, budget)]
+        chunk = budget.chunk(pairs)
+        name = (
+            f"{t} × {t} products of positions, of every two examples" if t > 1 else "products of the factors' products"
+        )
+        return [Route(name, tuple(gram), lambda batch: [self._gram(batch, chunk)], b, cost, chunk * pairs)]
+
+    def _gram(self, batch: Batch, chunk: int):
+        x, delta = batch.prepared(self.prepare).operands
+
+        def rows(some: Batch):
+            x_c, delta_c, x_b, delta_b = some.operands
+            pairs = self.einsum("cstm,bsum->cbstu", x_c, x_b)
+            return [jnp.sum(pairs * self.einsum("cstn,bsun->cbstu", delta_c, delta_b), axis=(2, 3, 4))]
+
+        pair = Batch((x, delta, x, delta), (True, True, False, False), batch.size)
+        return in_chunks(rows, pair, chunk, [SquaredNorm()])[0]
+
     def stack(self, operands, axes, length):
         prepare = mapped(self.prepare, axes, length)
 
@@ -152,6 +264,7 @@ class Contraction(Term):
             moves=(leading(length, self.moves, split=True),),
             shapes=tuple(_shape(a, (length * a.shape[0], *a.shape[1:])) for a in self.shapes),
             total=None,
+            slices=(),
         )
 
     def sum_over(self, operands, axes, length):
@@ -163,10 +276,23 @@ class Contraction(Term):
             )
 
         shapes = tuple(_shape(a, (a.shape[0], length * a.shape[1], a.shape[2])) for a in self.shapes)
-        return dataclasses.replace(self, operands=operands, prepare=joined, shapes=shapes, total=None)
+        return dataclasses.replace(
+            self, operands=operands, prepare=joined, shapes=shapes, total=None, slices=(), transposed=(False, False)
+        )
 
     def scaled(self, factor, extra):
-        return dataclasses.replace(super().scaled(factor, extra), total=None)
+        return dataclasses.replace(super().scaled(factor, extra), total=None, slices=())
+
+    def weighted(self):
+        total = self.total
+        if total is None or any(jnp.finfo(a.dtype).bits < 32 for a in self.shapes):
+            return dataclasses.replace(super().weighted(), total=None, slices=())
+
+        def weighted_total(batch: Batch):
+            scale = lambda *operands: (*operands[:-2], operands[-2] * operands[-1])
+            return total(batch.having(batch.vmap(scale), (True,) * (len(batch.operands) - 1)))
+
+        return dataclasses.replace(super().weighted(), total=weighted_total, slices=())
 
     def tokens(self):
         return self.dims[1]
@@ -180,7 +306,7 @@ class Contraction(Term):
         operands = tuple(jnp.moveaxis(a, 2, 1).reshape(-1, a.shape[1], 1, a.shape[3]) for a in (x, delta * scale))
         t = self.dims[1]
         shapes = tuple(jax.ShapeDtypeStruct((a.shape[0], 1, a.shape[2]), a.dtype) for a in self.shapes)
-        term = dataclasses.replace(self, prepare=lambda *ops: ops, shapes=shapes, total=None)
+        term = dataclasses.replace(self, prepare=lambda *ops: ops, shapes=shapes, total=None, slices=())
         return term, prepared.spread(operands, t)
 
     def move(self, move: Move) -> Term:
@@ -207,6 +333,7 @@ class Contraction(Term):
                     self,
                     prepare=lambda *ops: prepare(*ops)[::-1],
                     shapes=self.shapes[::-1],
+                    transposed=self.transposed[::-1],
                     moves=(reshaped([shape[p] for p in perm]),),
                 )
         return None
@@ -251,7 +378,14 @@ def dense(scope, eqn) -> Contraction | None:
         rule="dense",
         source=scope.source(eqn),
         precision=eqn.params["precision"],
+        transposed=(_exchanged(eqn.invars[0].aval.shape, *orders[0]), _exchanged(eqn.invars[1].aval.shape, *orders[1])),
     )
+
+
+def _exchanged(shape, kept, contracted, free) -> bool:
+    """Do the free axes come before the contracted ones in memory, so that only exchanging the two folds would move data?"""
+    lies = lambda *axes: (real := [a for a in axes if shape[a] > 1]) == sorted(real)
+    return not lies(*kept, *contracted, *free) and lies(*kept, *free, *contracted)
 
 
 def joined(terms: Sequence[Contraction]) -> Contraction | None:
@@ -275,5 +409,10 @@ def joined(terms: Sequence[Contraction]) -> Contraction | None:
         for sides in zip(*[t.shapes for t in terms], strict=True)
     )
     return dataclasses.replace(
-        first, operands=sum((t.operands for t in terms), ()), prepare=prepare, shapes=shapes, rule="shared"
+        first,
+        operands=sum((t.operands for t in terms), ()),
+        prepare=prepare,
+        shapes=shapes,
+        rule="shared",
+        transposed=(False, False),
     )

@@ -22,9 +22,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..statistics import IDENTITY, Mean, SquaredNorm, accumulator
+from ..reductions import (
+    IDENTITY,
+    Gram,
+    Histogram,
+    MaxAbs,
+    Mean,
+    SquaredNorm,
+    accumulator,
+    in_bin,
+    refuse_complex,
+    square,
+)
 from . import register
-from .base import Batch, Budget, Move, Route, Term, formed_route, leading, mapped, reshaped, shape_of, size_of
+from .base import (
+    Batch,
+    Budget,
+    Move,
+    Route,
+    Term,
+    formed_route,
+    in_chunks,
+    leading,
+    mapped,
+    reshaped,
+    shape_of,
+    size_of,
+    whole_route,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +71,26 @@ class Rows(Term):
         # Negative keys would wrap around: send everything outside the table past its end, where it is dropped.
         return jnp.where((keys >= 0) & (keys < self.height), keys, self.height)
 
+    @property
+    def columns(self):
+        return self.shapes[1].shape[1]
+
+    def form_columns(self, start, width, keys, updates):
+        return self.form(keys, jax.lax.dynamic_slice_in_dim(updates, start, width, 1))
+
+    def dot(self, v, keys, updates):
+        found = v.at[self._valid(keys)].get(mode="fill", fill_value=0)
+        products = jnp.sum(jnp.real(updates * jnp.conj(found)), axis=1)
+        # A row past the table's end counts nowhere, whatever it holds.
+        return jnp.sum(jnp.where((keys >= 0) & (keys < self.height), products, 0))
+
+    @property
+    def dot_bytes(self):
+        return 0.0
+
     def routes(self, reductions: Sequence[Any], budget: Budget) -> list[Route]:
         (r, width), b = self.shapes[1].shape, budget.size
-        by_row = [x for x in reductions if isinstance(x, Mean | SquaredNorm)]
+        by_row = [x for x in reductions if isinstance(x, Mean | MaxAbs | Histogram | SquaredNorm)]
         rest = [x for x in reductions if x not in by_row]
         cost = 1.0 * b * r * width
         routes = []
@@ -64,6 +106,58 @@ class Rows(Term):
             routes.append(formed_route(form, rest, self.form_bytes, budget, cost))
         return routes
 
+    def whole_routes(self, reductions, budget):
+        (r, width), b = self.shapes[1].shape, budget.size
+        cost, formed = 2.0 * (b * r) ** 2 * width, 2.0 * b * b * self.height * width
+        gram = [x for x in reductions if x == Gram()]
+        if len(gram) < len(reductions) or cost > formed:
+            return [self._in_blocks(reductions, budget)]
+        pairs = 8.0 * b * r * r
+        chunk = budget.chunk(pairs)
+        name = f"{r} × {r} products of rows, of every two examples"
+        return [Route(name, tuple(gram), lambda batch: [self._gram(batch, chunk)], b, cost, chunk * pairs)]
+
+    def _gram(self, batch: Batch, chunk: int):
+        """⟨g_b, g_c⟩: the products of rows that have the same key."""
+        keys, rows = batch.prepared(self.prepare).operands
+        rows = jnp.where(((keys >= 0) & (keys < self.height))[..., None], rows.astype(accumulator(rows.dtype)), 0)
+
+        def lines(some: Batch):
+            same = some.operands[0][:, None, :, None] == keys[None, :, None, :]
+            products = jnp.real(jnp.einsum("crw,bqw->cbrq", some.operands[1], jnp.conj(rows)))
+            return [jnp.sum(jnp.where(same, products, 0), axis=(2, 3))]
+
+        return in_chunks(lines, Batch((keys, rows), (True, True), batch.size), chunk, [SquaredNorm()])[0]
+
+    def _in_blocks(self, reductions, budget: Budget) -> Route:
+        """In tiles of columns; and of rows where one column of all examples' tables is too much."""
+        count = -(-8 * budget.size * self.height // budget.chunk_bytes)
+        if count <= 1:
+            return whole_route(self, reductions, budget)
+        height = -(-self.height // count)
+        count = -(-self.height // height)
+
+        def block(start) -> Route:
+            def prepare(*operands):
+                keys, updates = self.prepare(*operands)
+                return jnp.where(self._valid(keys) < self.height, keys - start, -1), updates
+
+            return whole_route(dataclasses.replace(self, height=height, prepare=prepare), reductions, budget)
+
+        def run(batch: Batch):
+            found = jax.lax.map(lambda start: block(start).run(batch), height * jnp.arange(count, dtype=jnp.int32))
+            out = []
+            for x, r in zip(found, reductions, strict=True):
+                if r.coordinatewise:  # [count, *lead, height, w] -> [*lead, V, w]
+                    x = jnp.moveaxis(x, 0, -3)
+                    x = x.reshape(*x.shape[:-3], count * height, x.shape[-1])[..., : self.height, :]
+                out.append(x if r.coordinatewise else jnp.sum(x, axis=0))
+            return out
+
+        one = block(0)
+        name = f"{one.name}, of {height} row{'s' * (height > 1)} at a time"
+        return dataclasses.replace(one, name=name, run=run, flops=count * one.flops)
+
     def _by_row(self, reductions, batch: Batch, distinct: bool):
         keys, rows = batch.operands
         keys, rows = self._valid(keys), rows.astype(accumulator(rows.dtype))
@@ -74,8 +168,12 @@ class Rows(Term):
         out = []
         for reduction in reductions:
             if isinstance(reduction, SquaredNorm):
-                squares = jnp.where((keys < self.height)[..., None], rows * rows, 0)
+                squares = jnp.where((keys < self.height)[..., None], square(rows), 0)
                 out.append(jnp.sum(squares, axis=(1, 2)))
+            elif isinstance(reduction, MaxAbs):
+                out.append(self._table(keys, jnp.abs(rows), "max"))
+            elif isinstance(reduction, Histogram):
+                out.append(self._histogram(reduction, keys, rows, batch))
             else:
                 out.append(self._scatter(reduction.phi, keys, rows, batch))
         return out
@@ -89,18 +187,33 @@ class Rows(Term):
         heads = jnp.full(len(keys), self.height, keys.dtype).at[run].set(keys)
         return heads, sums
 
+    def _table(self, keys, values, how: str):
+        table = jnp.zeros((self.height, values.shape[-1]), values.dtype)
+        at = table.at[keys.reshape(-1)]
+        return getattr(at, how)(values.reshape(-1, values.shape[-1]), mode="drop")
+
     def _scatter(self, phi, keys, rows, batch: Batch):
-        values = phi(rows) * batch.weight
-        table = jnp.zeros((self.height, rows.shape[-1]), values.dtype)
-        table = table.at[keys.reshape(-1)].add(values.reshape(-1, rows.shape[-1]), mode="drop")
+        table = self._table(keys, phi(rows) * batch.weight, "add")
         at_zero = phi.at_zero(rows.dtype)
         if at_zero == 0:
             return table
         # Examples that do not touch a row have the coordinate 0 there, and φ(0) is not 0.
-        touched = jnp.zeros(self.height, jnp.int32).at[keys.reshape(-1)].add(1, mode="drop")
+        touched = self._touched(keys)
         absent = batch.share - batch.weight * touched[:, None]
-        everywhere = touched == (batch.size if batch.mask is None else jnp.sum(batch.mask))
+        everywhere = touched == batch.counted
         return table + jnp.where(everywhere[:, None], 0, absent * jnp.asarray(at_zero, table.dtype))
+
+    def _touched(self, keys):
+        """By how many examples each row is touched."""
+        return jnp.zeros(self.height, jnp.int32).at[keys.reshape(-1)].add(1, mode="drop")
+
+    def _histogram(self, reduction: Histogram, keys, rows, batch: Batch):
+        refuse_complex("histogram", rows)
+        absent = (batch.counted - self._touched(keys))[:, None]
+        return jax.lax.map(
+            lambda bounds: self._table(keys, in_bin(rows, *bounds), "add") + absent * in_bin(0, *bounds),
+            reduction.bins(rows.dtype),
+        )
 
     def stack(self, operands, axes, length):
         prepare = mapped(self.prepare, axes, length)

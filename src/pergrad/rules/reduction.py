@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..statistics import Mean, accumulator
+from ..reductions import Mean, accumulator
 from . import register
 from .base import Batch, Budget, Route, Term, formed_route, leading, mapped, moved, reshaped, shape_of, size_of
 from .dense import Contraction
@@ -46,6 +46,10 @@ class Formed(Term):
         name = route.name if self.bytes_each else "reduced directly"
         return [dataclasses.replace(route, name=name, flops=sums + budget.size * self.bytes_each / 4)]
 
+    @property
+    def dot_bytes(self):
+        return self.bytes_each
+
     def _constant(self, reductions):
         def run(batch: Batch):
             g = self.form(*self.prepare(*batch.operands))[None]
@@ -53,6 +57,9 @@ class Formed(Term):
             return [r.of(g) * batch.share if isinstance(r, Mean) else r.of(every, batch.mask) for r in reductions]
 
         return run
+
+    def weighted(self):
+        return dataclasses.replace(super().weighted(), varies=True)
 
     def stack(self, operands, axes, length):
         return dataclasses.replace(

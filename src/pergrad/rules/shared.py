@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from .base import Budget, Move, Route, Term, formed_route
+import jax
+
+from .base import Budget, Move, Route, Term, formed_route, moved, tiles_of
 from .dense import Contraction, joined
 
 
@@ -22,11 +24,37 @@ class Shared(Term):
     terms: tuple[Term, ...] = ()
 
     def form(self, *operands):
-        parts, rest = [], list(operands)
-        for term in self.terms:
-            mine, rest = rest[: len(term.operands)], rest[len(term.operands) :]
-            parts.append(term.example(*mine))
+        parts = [term.example(*mine) for term, mine in self._shared_out(operands)]
         return sum(parts[1:], parts[0])
+
+    def _shared_out(self, operands):
+        rest = list(operands)
+        for term in self.terms:
+            yield term, rest[: len(term.operands)]
+            rest = rest[len(term.operands) :]
+
+    def formed(self):  # `shapes` are of prepared operands; here only the terms prepare them
+        first = self.terms[0]
+        return jax.eval_shape(lambda g: moved(first.moves, g), first.formed())
+
+    @property
+    def _tiles(self):
+        return [tiles_of(term, after_moves=True) for term in self.terms]
+
+    @property
+    def columns(self):
+        """Where all terms can form the same columns by themselves, they can be added there."""
+        counts = {0 if tiles.again else tiles.count for tiles in self._tiles}
+        return counts.pop() if len(counts) == 1 else 0
+
+    def form_columns(self, start, width, *operands):
+        of_terms = zip(self._tiles, self._shared_out(operands), strict=True)
+        parts = [tiles.form(start, width, *mine) for tiles, (_, mine) in of_terms]
+        return sum(parts[1:], parts[0])
+
+    @property
+    def dot_bytes(self):
+        return max(t.dot_bytes for t in self.terms) if self.columns else self.form_bytes
 
     @property
     def form_bytes(self):
