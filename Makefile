@@ -31,8 +31,8 @@ format: $(VENV)/.has-lint  ## let ruff fix and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.has-bench  ## time and memory against the plain gradient
-	$(BIN)/python -m benchmarks
+bench: $(VENV)/.has-bench  ## time and memory against the plain gradient; PEERS=python-with-PyTorch adds its libraries
+	$(BIN)/python -m benchmarks $(if $(PEERS),--peers $(PEERS))
 
 fuzz: $(VENV)/.has-test  ## random programs against the twin, for a long time
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -n $(WORKERS) tests/fuzz

@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 
-from .columns import JUDGED, PLAIN, TWIN
-from .measure import describe
+from .columns import JUDGED, MICROBATCHES, PLAIN, TWIN
+from .timing import describe
 
 LIMITS = {"float32": 1e-4, "bfloat16": 5e-2}  # orders of summation differ; so do roundings in between
 
@@ -38,6 +38,9 @@ def compare(compiled, args, dtype) -> dict:
         }
         if PLAIN in compiled:  # the mean of the per-example gradients is the plain gradient
             out["mean, plain"] = relative_error(ours["g"], jax.device_get(compiled[PLAIN](*args))[1]["g"])
+        if MICROBATCHES in compiled:
+            theirs = jax.device_get(compiled[MICROBATCHES](*args)[1])
+            out["optax"] = max(relative_error(theirs[k], twin[k]) for k in ("g", "g2"))
         if "norms" in compiled:  # the mean of ‖g_b‖² is the sum of E g² over all coordinates
             squares = np.mean(np.square(np.asarray(compiled["norms"](*args)[1]["norms"], np.float64)))
             total = sum(np.sum(np.asarray(v, np.float64)) for v in jax.tree.leaves(twin["g2"]))

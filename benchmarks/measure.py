@@ -1,117 +1,94 @@
-"""What is measured of a set of functions, always against the first of them, in one process and one run.
+"""What is measured of a set of JAX functions, always against the first of them, in one process and one run.
 
 * `compile_all`: seconds to trace, lower and compile, from empty caches, the functions in turn, several times.
 * `memory`: what XLA says a compiled function takes besides its arguments.
-* `run_all`: seconds per call, the functions in turn (A, B, C, B, C, A, …). A ratio is taken within each
-  round, so that a slow minute of the machine falls on both sides of it.
+* `measure`: these two, and seconds per call (see `timing`).
 """
 
-import math
-import statistics
-import time
+import re
 from collections.abc import Callable
 
 import jax
 
-
-def summary(values) -> dict[str, float]:
-    """Median and quartiles."""
-    values = sorted(values)
-    if len(values) < 2:
-        return {"median": values[0], "q1": values[0], "q3": values[0]}
-    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": median, "q1": q1, "q3": q3}
+from . import timing
 
 
-def _timed(fn, *args):
-    start = time.perf_counter()
-    out = fn(*args)
-    return out, time.perf_counter() - start
-
-
-def _rotate(names, by):
-    """Another starting point in each round, so that no function always follows the same one's leftovers."""
-    by = by % len(names) if names else 0
-    return names[by:] + names[:by]
-
-
-def compile_all(makers: dict[str, Callable[[], Callable]], args, repeats: int):
-    """For each maker of a function: the compiled function, and the seconds of every repeat.
+def compile_all(makers: dict[str, Callable[[], Callable]], args, repeats: int, donate=(), uncounted=True):
+    """For each maker of a function: the compiled function, the seconds of every repeat, and the errors.
 
     A maker returns a *new* function each time, and the caches are cleared before each: nothing carries over.
-    What fails once is left out; its error is returned instead.
+    `uncounted` adds a round before the others. What fails once is left out; its error is returned instead.
     """
     jax.config.update("jax_enable_compilation_cache", False)
     jax.jit(lambda x: x @ x).lower(jax.numpy.ones((8, 8))).compile()  # the compiler's own start
     compiled, seconds, errors = {}, {name: [] for name in makers}, {}
-    names = list(makers)
-    # One round more, not counted: first uses import modules and fill caches that cannot be cleared.
-    for repeat in range(repeats + 1):
-        for name in _rotate(names, repeat):
+    # One round that is not counted: first uses import modules and fill caches that cannot be cleared.
+    for repeat in range(0 if uncounted else 1, repeats + 1):
+        for name in timing.rotated(list(makers), repeat):
             if name in errors:
                 continue
             try:
                 jax.clear_caches()
-                function = jax.jit(makers[name]())
-                traced, trace = _timed(lambda: function.trace(*args))
-                lowered, lower = _timed(traced.lower)
-                executable, build = _timed(lowered.compile)
+                function = jax.jit(makers[name](), donate_argnums=donate)
+                traced, trace = timing.timed(lambda: function.trace(*args[name]))
+                lowered, lower = timing.timed(traced.lower)
+                compiled[name], build = timing.timed(lowered.compile)
             except Exception as error:
-                errors[name] = describe(error)
+                errors[name] = timing.describe(error)
                 continue
-            compiled[name] = executable
             if repeat:
                 seconds[name].append({"trace": trace, "lower": lower, "compile": build})
     return compiled, {name: s for name, s in seconds.items() if s}, errors
 
 
 def memory(compiled) -> dict[str, int]:
-    """Bytes of a compiled function: temporaries at their peak, and results."""
+    """Bytes of a compiled function: temporaries at their peak, and results that are not in the place of arguments."""
     analysis = compiled.memory_analysis()
     return {
         "temporary": int(analysis.temp_size_in_bytes),
-        "results": int(analysis.output_size_in_bytes),
+        "results": int(analysis.output_size_in_bytes - analysis.alias_size_in_bytes),
         "arguments": int(analysis.argument_size_in_bytes),
     }
 
 
-def run_all(functions: dict[str, Callable], args, repeats: int, at_least=0.05, at_most=12.0):
-    """Seconds per call, a list over the rounds for each function.
+def kernels(compiled) -> int:
+    """How many operations the compiler left, fused ones counted once: its time on a CPU grows with them."""
+    return len(re.findall(r" (?:fusion|dot|convolution|custom-call|while|sort|scatter)\(", compiled.as_text()))
 
-    In every round each function is called as often as fills `at_least` seconds (a number fixed before). A
-    function that would need more than `at_most` seconds for all rounds takes part in the first ones only, in
-    three at least.
+
+def waiting(function, args, donate):
+    """The function as it is timed: called, and waited for. What it gives in the place of donated arguments, it gets next."""
+
+    def call():
+        nonlocal args
+        out = jax.block_until_ready(function(*args))
+        if donate:
+            args = (out[0], *args[1:])
+
+    return call
+
+
+def measure(makers, args, repeats: int, compile_repeats: int = 1, donate=(), uncounted=True):
+    """Of every function its times, memory and compile times, and ratios to the first; what is compiled; by name.
+
+    With `donate=(0,)` a function's first result takes the place of its first argument, as in a training loop.
     """
-    calls, rounds, errors = {}, {}, {}
-    for name, function in functions.items():
-        try:
-            jax.block_until_ready(function(*args))
-            _, once = _timed(lambda: jax.block_until_ready(function(*args)))
-        except Exception as error:
-            errors[name] = describe(error)
+    compiled, builds, errors = compile_all(makers, args, compile_repeats, donate, uncounted)
+    calls = {name: waiting(function, args[name], donate) for name, function in compiled.items()}
+    seconds, run_errors = timing.run_all(calls, repeats)
+    errors |= run_errors
+    out = {}
+    for name in makers:
+        if name in errors:
+            out[name] = {"error": errors[name]}
             continue
-        calls[name] = max(1, math.ceil(at_least / once))
-        rounds[name] = min(repeats, max(3, int(at_most / (once * calls[name]))))
-    seconds = {name: [] for name in calls}
-    names = list(calls)
-    for r in range(repeats):
-        for name in _rotate(names, r):
-            if r >= rounds[name]:
-                continue
-            start = time.perf_counter()
-            for _ in range(calls[name]):
-                jax.block_until_ready(functions[name](*args))
-            seconds[name].append((time.perf_counter() - start) / calls[name])
-    return seconds, errors
-
-
-def ratios(values, base) -> dict[str, float]:
-    """Median and quartiles of the ratio round by round."""
-    return summary([v / b for v, b in zip(values, base, strict=False)])
-
-
-def describe(error: Exception) -> str:
-    """The error in one line, without the paths of this machine."""
-    lines = str(error).strip().splitlines()
-    text = " ".join(w for w in (lines[0] if lines else "").split() if not w.startswith(("/", '"/', "'/")))
-    return f"{type(error).__name__}: {text}"[:300]
+        total = [sum(b.values()) for b in builds[name]]
+        out[name] = {
+            "seconds": timing.summary(seconds[name]),
+            "build_seconds": timing.summary(total),
+            "memory": memory(compiled[name]),
+            "kernels": kernels(compiled[name]),
+            "raw": {"seconds": seconds[name], "build": total, "build_parts": builds[name]},
+        }
+    timing.add_ratios(out)
+    return out, {name: f for name, f in compiled.items() if name not in errors}

@@ -1,8 +1,7 @@
-"""The record of a run: where it ran, what the bars say, the JSON file and the table on the screen."""
+"""The record of a run: where it ran, what the bars say, the JSON file."""
 
 import datetime
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -12,11 +11,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from .columns import JUDGED, PLAIN
+from .columns import EVE, JUDGED
 
 HERE = Path(__file__).parent
-MIB = 2**20
-WIDTH = 132  # of the table at least: a narrow terminal wraps it, nothing is cut
 
 
 def machine() -> dict:
@@ -64,12 +61,18 @@ def commit() -> dict:
 
 
 def bars(rows: list[dict]) -> list[dict]:
-    """Every bar of every row for mean + second moment: what was allowed, what was measured, met or missed."""
+    """Every bar of every row: what was allowed, what was measured, met or missed.
+
+    They are for mean + second moment, × plain; "eve" is for the time of a training step by Eve, × Adam's.
+    """
     out = []
     for entry in rows:
-        column = entry["columns"].get(JUDGED)
         for quantity, bar in entry["bars"].items():
-            measured = (column or {}).get("ratios", {}).get(quantity)
+            if quantity == EVE:
+                column, kind = entry.get("steps", {}).get(EVE), "time"
+            else:
+                column, kind = entry["columns"].get(JUDGED), quantity
+            measured = (column or {}).get("ratios", {}).get(kind)
             if isinstance(measured, dict):
                 measured = measured["median"]
             if measured is None:
@@ -81,97 +84,24 @@ def bars(rows: list[dict]) -> list[dict]:
     return out
 
 
-def write(rows: list[dict], options: dict, machine: dict, path: Path | None) -> Path:
-    now = datetime.datetime.now(datetime.UTC)
-    if path is None:
-        stem, n = f"{jax.default_backend()}-{now:%Y-%m-%d}", 1
-        while (path := HERE / "results" / (f"{stem}.json" if n == 1 else f"{stem}-{n}.json")).exists():
-            n += 1
+def new_path(device: str) -> Path:
+    """results/<device>-<date>.json, numbered if there is one of today."""
+    stem, n = f"{device}-{datetime.datetime.now(datetime.UTC):%Y-%m-%d}", 1
+    while (path := HERE / "results" / (f"{stem}.json" if n == 1 else f"{stem}-{n}.json")).exists():
+        n += 1
+    return path
+
+
+def write(path: Path, rows: list[dict], peers: dict, options: dict, machine: dict) -> None:
     record = {
-        "date": now.isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine,
         "versions": versions(),
         **commit(),
         "options": options,
         "bars": bars(rows),
         "rows": rows,
+        "peers": peers,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
-    return path
-
-
-# ------------------------------------------------------------------------------------ on the screen
-
-
-def _cell(column, plain):
-    if "ratios" not in column:
-        return "failed"
-    time, ratios = column["seconds"], column["ratios"]
-    if plain:
-        temp, build = column["memory"]["temporary"] / MIB, column["build_seconds"]["median"]
-        median, q1, q3 = (time[k] * 1e3 for k in ("median", "q1", "q3"))
-        return f"{median:.1f} ms\n{q1:.1f}–{q3:.1f}\n{temp:.1f} MiB\n{build:.2f} s"
-    time = ratios["time"]
-    spread = f"{time['q1']:.2f}–{time['q3']:.2f}"
-    return f"{time['median']:.2f}\n{spread}\n{ratios['memory']:.2f}\n{ratios['compile']['median']:.2f}"
-
-
-def _number(measured):
-    return "" if measured is None else f"{measured:.3f}"
-
-
-def _agreement(check):
-    if "error" in check:
-        return "not compared"
-    lines = [f"{what} {error:.0e}" for what, error in check["errors"].items()]
-    return "\n".join(lines if check["agrees"] else [*lines, f"WRONG: over {check['limit']:.0e}"])
-
-
-def show(rows: list[dict]) -> None:
-    """A table of the ratios to plain (time and quartiles, temporary memory, trace + compile); the bars."""
-    names = list(rows[0]["columns"])
-    head = ["", *(n.replace(" + ", "\n+ ") for n in names), "relative error\nagainst the twin"]
-    body = [
-        [
-            f"{r['row']}\nbatch of {r['batch_size']}",
-            *(_cell(r["columns"][n], n == PLAIN) for n in names),
-            _agreement(r["agreement"]),
-        ]
-        for r in rows
-    ]
-    title = "time, its quartiles, temporary memory, trace + compile: × the plain gradient of the same run"
-    _print_table(title, head, body)
-    failures = [(r["row"], n, c["error"]) for r in rows for n, c in r["columns"].items() if "error" in c]
-    failures += [(r["row"], "agreement", r["agreement"]["error"]) for r in rows if "error" in r["agreement"]]
-    if failures:
-        _print_table("what failed", ["row", "column", "error"], [list(f) for f in failures])
-    verdicts = [[b["row"], b["quantity"], f"≤ {b['bar']}", _number(b["measured"]), b["verdict"]] for b in bars(rows)]
-    _print_table(f"bars of {JUDGED}", ["row", "quantity", "bar", "measured", ""], verdicts)
-
-
-def _print_table(title, head, body):
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        print(f"\n{title}\n{_plain_table(head, body)}")
-        return
-    several_lines = any("\n" in cell for line in body for cell in line)
-    table = Table(title=title, title_justify="left", show_lines=several_lines)
-    for name in head:
-        table.add_column(name, no_wrap=name != "error")
-    for line in body:
-        table.add_row(*line)
-    Console(width=max(Console().width, WIDTH)).print(table)
-
-
-def _plain_table(head, body):
-    lines = [[cell.split("\n") for cell in line] for line in [head, *body]]
-    widths = [max(len(part) for line in lines for part in line[i]) for i in range(len(head))]
-    out = []
-    for line in lines:
-        for parts in itertools.zip_longest(*line, fillvalue=""):
-            out.append("  ".join(part.ljust(w) for part, w in zip(parts, widths)).rstrip())
-        out.append("")
-    return "\n".join(out)
