@@ -194,6 +194,7 @@ def tiny_row(monkeypatch):
     monkeypatch.setattr(models, "ROWS", [])
     models.row("mlp", "small", {"time": 1e9, "eve": 0.0}, models.mlp, steps=True, **TINY["mlp"], batch=8)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # so that what a run sets is undone
+    monkeypatch.setattr(command, "warm_up", lambda columns: None)
     return models.ROWS[0]
 
 
