@@ -100,7 +100,7 @@ def run(argv):
             parser.error(f"no column {name!r}; there are {', '.join(COLUMNS)}")
     columns = {n: c for n, c in COLUMNS.items() if not options.columns or n in (PLAIN, *options.columns)}
 
-    start = time.monotonic()
+    start, tree = time.monotonic(), record.commit()  # what is committed during the run is not what is measured
     # PyTorch first, in a process that is gone when JAX takes the memory of the device.
     theirs = {"skipped": "not asked for"}
     if options.peers != "none" and not options.columns:
@@ -118,7 +118,7 @@ def run(argv):
     for i, row in enumerate(rows):
         print(f"[{i + 1}/{len(rows)}] {row.name}, {len(columns)} columns …", flush=True)
         results.append(measure_row(row, columns, options))
-        record.write(path, results, theirs, settings, machine)  # after each row: a crash loses one row, not all
+        record.write(path, results, theirs, settings, machine, tree)  # after each row: a crash loses one row, not all
     screen.show(results, theirs)
     print(f"written: {os.path.relpath(path)}, after {time.monotonic() - start:.0f} s")
     wrong = [r["row"] for r in results if r["agreement"].get("agrees") is False]

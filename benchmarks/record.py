@@ -92,12 +92,13 @@ def new_path(device: str) -> Path:
     return path
 
 
-def write(path: Path, rows: list[dict], peers: dict, options: dict, machine: dict) -> None:
+def write(path: Path, rows: list[dict], peers: dict, options: dict, machine: dict, tree: dict) -> None:
+    """`tree` is what `commit` said before anything was measured."""
     record = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine,
         "versions": versions(),
-        **commit(),
+        **tree,
         "options": options,
         "bars": bars(rows),
         "rows": rows,
